@@ -1,0 +1,176 @@
+"""Several microbatches, one reduction (paper section 3.2.4, ``no_sync``).
+
+    microbatch      0     1     2   |     3
+                 \\__ lax.scan, local sums __/|  outside the loop: its gradients are born one by one, in ready
+                                       order, so that their reduction can overlap this backward pass
+
+Under automatic sharding XLA reduces every microbatch; here nothing inside the loop communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fdp import compat
+from fdp.plan import path_string
+
+CarryGradFn = Callable[[Any, Any, Any, Any], tuple[tuple[Any, Any, Any], Any]]
+
+
+def accumulate(
+    value_and_grad_fn: Callable[..., Any],
+    num_microbatches: int,
+    *,
+    has_aux: bool = False,
+    op: str = "mean",
+    dtype: Any = None,
+) -> Callable[..., Any]:
+    """Makes a gradient function run its batch in ``num_microbatches`` slices, one after the other.
+
+    ``accumulate(jax.value_and_grad(loss_fn), k)`` called with a batch of ``k * b`` examples returns what
+    ``jax.value_and_grad(loss_fn)`` returns for all of them at once, for a loss that is a mean over examples, with the
+    activation memory of ``b``. It communicates nothing; reduce its result once.
+
+    Args:
+      value_and_grad_fn: ``(params, batch, **keywords) -> (value, grads)``, or ``((value, aux), grads)``.
+      num_microbatches: k, at least 1.
+      has_aux: whether the function returns aux.
+      op: ``"mean"`` averages values and gradients over microbatches (a loss that is a mean), ``"sum"`` adds them
+        (a loss that is a sum; also what torch's ``no_sync`` does).
+      dtype: dtype of the local sums, for example float32 for bfloat16 gradients; the gradients' own if not given.
+        The result is cast back to the gradients' dtype.
+
+    Returns:
+      A function of the same signature. Every batch leaf has shape ``[k * b, ...]``; aux leaves come back stacked,
+      ``[k, ...]``. A keyword ``rng`` is folded with the number of the microbatch; all other keywords pass through.
+
+    Raises:
+      ValueError: ``num_microbatches`` is less than 1, ``op`` is unknown, or a batch leaf does not divide.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, fdp
+      >>> loss = lambda w, x: jnp.mean((w * x) ** 2)
+      >>> value, grad = fdp.accumulate(jax.value_and_grad(loss), 4)(2.0, jnp.arange(8.0))
+      >>> float(value), float(grad)
+      (70.0, 70.0)
+    """
+    check_num_microbatches(num_microbatches)
+    if op not in ("mean", "sum"):
+        raise ValueError(f'expected op to be "mean" or "sum", got {op!r}.')
+
+    def accumulated(params: Any, batch: Any, **keywords: Any) -> Any:
+        def grad_fn(params: Any, microbatch: Any, carry: Any, rng: Any) -> tuple[tuple[Any, Any, Any], Any]:
+            extra = keywords if rng is None else {**keywords, "rng": rng}
+            value, grads = value_and_grad_fn(params, microbatch, **extra)
+            value, aux = value if has_aux else (value, None)
+            return (value, aux, carry), grads
+
+        (value, aux, _), grads = accumulate_with_carry(
+            grad_fn, num_microbatches, op=op, dtype=dtype
+        )(params, batch, (), keywords.get("rng"))
+        return ((value, aux) if has_aux else value), grads
+
+    return accumulated
+
+
+def accumulate_with_carry(
+    grad_fn: CarryGradFn, num_microbatches: int, *, op: str, dtype: Any
+) -> CarryGradFn:
+    """``accumulate`` for functions ``(params, batch, carry, rng) -> ((value, aux, carry), grads)``.
+
+    The carry (model state) goes from one microbatch to the next; ``rng`` may be None.
+    """
+    if num_microbatches == 1:
+
+        def single(params: Any, batch: Any, carry: Any, rng: Any) -> tuple[tuple[Any, Any, Any], Any]:
+            (value, aux, carry), grads = grad_fn(params, batch, carry, _fold(rng, 0))
+            return (value, jax.tree.map(lambda x: x[None], aux), carry), grads
+
+        return single
+
+    def accumulated(params: Any, batch: Any, carry: Any, rng: Any) -> tuple[tuple[Any, Any, Any], Any]:
+        batches = split_batch(batch, num_microbatches)
+        # jit only so that the scan body and the last microbatch share one trace of the user's function.
+        once = jax.jit(grad_fn, inline=True)
+        last = num_microbatches - 1
+        _, out_avals = _trace_shapes(once, params, _index(batches, 0), carry, _fold(rng, 0))
+        (value_aval, _, carry_avals), grad_avals = out_avals
+        sums = jax.tree.map(lambda aval: _zeros(aval, dtype), grad_avals)
+        carry = jax.tree.map(_match_varying, carry, carry_avals)
+
+        def body(loop: Any, scanned: Any) -> tuple[Any, Any]:
+            carry, total, sums = loop
+            index, microbatch = scanned
+            (value, aux, carry), grads = once(params, microbatch, carry, _fold(rng, index))
+            return (carry, total + value, jax.tree.map(_add, sums, grads)), aux
+
+        scanned = (jnp.arange(last), _index(batches, slice(0, last)))
+        (carry, total, sums), aux = lax.scan(body, (carry, _zeros(value_aval, None), sums), scanned)
+        (value, last_aux, carry), grads = once(params, _index(batches, last), carry, _fold(rng, last))
+        aux = jax.tree.map(lambda many, one: jnp.concatenate([many, one[None]]), aux, last_aux)
+        divide_by = num_microbatches if op == "mean" else 1
+        grads = jax.tree.map(lambda s, g: ((s + g) / divide_by).astype(g.dtype), sums, grads)
+        return ((total + value) / divide_by, aux, carry), grads
+
+    return accumulated
+
+
+def check_num_microbatches(count: Any) -> None:
+    """Raises unless ``count`` is a whole number of at least 1."""
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(
+            f"expected num_microbatches to be a whole number, got {count!r} of type {type(count).__name__}."
+        )
+    if count < 1:
+        raise ValueError(f"expected num_microbatches to be at least 1, got {count}: 1 does not accumulate.")
+
+
+def split_batch(batch: Any, parts: int) -> Any:
+    """Every leaf ``[parts * b, ...]`` as ``[parts, b, ...]``.
+
+    Raises:
+      ValueError: a leaf has no leading axis, or one that does not divide; the message names it.
+    """
+
+    def split(path: Any, x: Any) -> jax.Array:
+        if jnp.ndim(x) == 0 or jnp.shape(x)[0] % parts:
+            raise ValueError(
+                f"expected batch leaf {path_string(path)!r} to have a leading axis that divides by "
+                f"num_microbatches = {parts}, got shape {jnp.shape(x)}."
+            )
+        return jnp.reshape(x, (parts, jnp.shape(x)[0] // parts, *jnp.shape(x)[1:]))
+
+    return jax.tree_util.tree_map_with_path(split, batch)
+
+
+def _trace_shapes(fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+    """Abstract outputs of ``fn``, varying axes included (``jax.eval_shape`` forgets them on some versions)."""
+    jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    return jaxpr, jax.tree.unflatten(jax.tree.structure(shapes), jaxpr.out_avals)
+
+
+def _zeros(aval: Any, dtype: Any) -> jax.Array:
+    zeros = jnp.zeros(aval.shape, aval.dtype if dtype is None else dtype)
+    return _match_varying(zeros, aval)
+
+
+def _match_varying(x: Any, aval: Any) -> Any:
+    axes = tuple(compat.aval_varying_axes(aval) - compat.varying_axes(x))
+    return lax.pcast(x, axes, to="varying") if axes else x
+
+
+def _add(total: jax.Array, x: jax.Array) -> jax.Array:
+    return total + x.astype(total.dtype)
+
+
+def _index(tree: Any, at: Any) -> Any:
+    return jax.tree.map(lambda x: x[at], tree)
+
+
+def _fold(rng: Any, index: Any) -> Any:
+    return None if rng is None else jax.random.fold_in(rng, index)

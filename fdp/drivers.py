@@ -1,0 +1,74 @@
+"""From a function of one replica to a function of global arrays: through shard_map, or through pmap.
+
+Both take ``fn(replicated, hook_state, unreduced, batch) -> (replicated, per_replica)``. Replicated trees are equal on
+all replicas; ``hook_state``, ``unreduced`` and ``per_replica`` have a leading replica axis outside and none inside; batch
+leaves are ``[examples, ...]`` outside, ``[examples / replicas, ...]`` inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from fdp.compat import AxisName, axis_names
+from fdp.data import replica_count
+
+ReplicaFn = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+
+
+def shard_map_driver(
+    fn: ReplicaFn,
+    mesh: Mesh,
+    axis_name: AxisName,
+    *,
+    donate: tuple[int, ...],
+    compiler_options: Mapping[str, str] | None,
+) -> Any:
+    """``jax.jit(jax.shard_map(...))``. Mesh axes other than ``axis_name`` stay with XLA's partitioner."""
+    here, everywhere = PartitionSpec(axis_name), PartitionSpec()
+
+    def local(replicated: Any, hook_state: Any, unreduced: Any, batch: Any) -> tuple[Any, Any]:
+        replicated, per_replica = fn(replicated, _squeeze(hook_state), _squeeze(unreduced), batch)
+        return replicated, _unsqueeze(per_replica)
+
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(everywhere, here, here, here),
+        out_specs=(everywhere, here),
+        axis_names=set(axis_names(axis_name)),
+        # With one replica nothing is reduced, so nothing could tell JAX that a result is replicated.
+        check_vma=replica_count(mesh, axis_name) > 1,
+    )
+    return jax.jit(mapped, donate_argnums=donate, compiler_options=dict(compiler_options or {}) or None)
+
+
+def pmap_driver(fn: ReplicaFn, mesh: Mesh, axis_name: AxisName, *, donate: tuple[int, ...]) -> Any:
+    """``jax.pmap`` over the mesh's devices; batch leaves must come as ``[replicas, examples / replicas, ...]``.
+
+    Replicated trees are ordinary arrays here too, without a device axis.
+    """
+    return jax.pmap(
+        fn,
+        axis_name=axis_name,
+        in_axes=(None, 0, 0, 0),
+        out_axes=(None, 0),
+        devices=list(mesh.devices.flat),
+        donate_argnums=donate,
+    )
+
+
+def split_over_replicas(batch: Any, replicas: int) -> Any:
+    """Batch leaves ``[examples, ...]`` as ``[replicas, examples / replicas, ...]``."""
+    return jax.tree.map(lambda x: x.reshape(replicas, -1, *x.shape[1:]), batch)
+
+
+def _squeeze(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def _unsqueeze(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[None], tree)

@@ -1,0 +1,84 @@
+"""Gradients of one bucket <-> the buffers that cross the axis.
+
+``flat``: one contiguous buffer per bucket: one collective whatever the compiler does, at the price of a copy in
+and a copy out. ``leaves``: every leaf as it is: no copy, and XLA's combiner joins the leaves of a bucket into one
+collective. A bucket of one leaf is never copied.
+
+A packing is any object with the two functions of ``Packing``; ``unpack(bucket, pack(bucket, leaves))`` must return
+the leaves bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fdp import compat
+from fdp.plan import Bucket
+
+Buffers = tuple[jax.Array, ...]
+
+
+class Packing(NamedTuple):
+    """How a bucket's leaves become buffers and come back.
+
+    Attributes:
+      name: for reports.
+      pack: ``(bucket, leaves) -> buffers``; leaves have the shapes of ``bucket.shapes``.
+      unpack: ``(bucket, buffers) -> leaves``, its inverse. A hook keeps shapes and dtype of the buffers.
+    """
+
+    name: str
+    pack: Callable[[Bucket, Sequence[jax.Array]], Buffers]
+    unpack: Callable[[Bucket, Buffers], tuple[jax.Array, ...]]
+
+
+def flat() -> Packing:
+    """One buffer of shape ``[elements of the bucket]`` (torch DDP's layout, paper section 4.2)."""
+
+    def pack(bucket: Bucket, leaves: Sequence[jax.Array]) -> Buffers:
+        if len(leaves) == 1:
+            return tuple(leaves)
+        return (jnp.concatenate([jnp.ravel(leaf) for leaf in leaves]),)
+
+    def unpack(bucket: Bucket, buffers: Buffers) -> tuple[jax.Array, ...]:
+        if len(bucket.shapes) == 1:
+            return buffers
+        (buffer,) = buffers
+        leaves: list[jax.Array] = []
+        start = 0
+        for size, shape in zip(bucket.sizes, bucket.shapes, strict=True):
+            # Static slices: XLA reads the buffer in place, where jnp.split would go through dynamic slices.
+            leaves.append(lax.slice(buffer, (start,), (start + size,)).reshape(shape))
+            start += size
+        return tuple(leaves)
+
+    return Packing("flat", pack, unpack)
+
+
+def leaves() -> Packing:
+    """One buffer per leaf, unchanged. The compiler joins them; see ``fdp.schedules`` for what keeps buckets apart."""
+
+    def identity(bucket: Bucket, arrays: Sequence[jax.Array]) -> Buffers:
+        return tuple(arrays)
+
+    return Packing("leaves", identity, identity)
+
+
+def auto() -> Packing:
+    """``flat`` or ``leaves``, whichever was measured better on the platform the program is compiled for."""
+
+    def chosen() -> Packing:
+        return flat() if compat.platform() == "cpu" else leaves()
+
+    def pack(bucket: Bucket, arrays: Sequence[jax.Array]) -> Buffers:
+        return chosen().pack(bucket, arrays)
+
+    def unpack(bucket: Bucket, buffers: Buffers) -> tuple[jax.Array, ...]:
+        return chosen().unpack(bucket, buffers)
+
+    return Packing("auto", pack, unpack)

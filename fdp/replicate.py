@@ -1,0 +1,112 @@
+"""The same values on every device of every process, and the proof that they can be.
+
+torch DDP verifies shapes across ranks and broadcasts rank 0's values when it is constructed (paper section 4.1,
+``_verify_param_shape_across_processes``); this does the same when a training state is made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fdp.plan import path_string
+
+
+def replicate(tree: Any, mesh: Mesh, what: str = "params") -> Any:
+    """Copies process 0's values of ``tree`` to every device of ``mesh``, after verifying that processes agree.
+
+    Always a copy: the result may be donated without taking the caller's arrays along. Arrays that are already sharded
+    over this mesh (a model that is sharded over other axes) keep their sharding.
+
+    Args:
+      tree: pytree of arrays, the same structure, shapes and dtypes in every process.
+      mesh: where to.
+      what: name of the tree, for messages.
+
+    Raises:
+      ValueError: processes hold different trees; names the first path that differs and the process.
+    """
+    if jax.process_count() > 1:
+        verify_same_structure(tree, what)
+        tree = _broadcast(tree)
+
+    def place(x: Any) -> jax.Array:
+        sharding = NamedSharding(mesh, PartitionSpec())
+        if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) and x.sharding.mesh == mesh:
+            sharding = x.sharding
+        if not isinstance(x, jax.Array):
+            x = np.array(x)  # a copy: on CPU JAX may otherwise alias NumPy's memory, which donation then overwrites
+        return jax.device_put(x, sharding, may_alias=False)
+
+    return jax.tree.map(place, tree)
+
+
+def describe(tree: Any) -> list[str]:
+    """One line per leaf, ``path: dtype[shape]``, then the structure."""
+    lines = [
+        f"{path_string(path)}: {leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+        if hasattr(leaf, "dtype")
+        else f"{path_string(path)}: {type(leaf).__name__}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+    return [*lines, f"structure: {jax.tree.structure(tree)}"]
+
+
+def verify_same_structure(tree: Any, what: str) -> None:
+    """Checks that every process holds the same structure, shapes and dtypes. A collective: all processes call it.
+
+    Raises:
+      ValueError: in every process; names the first path that differs, the process, and both sides.
+    """
+    mine = describe(tree)
+    text = "\n".join(mine).encode()
+    digest = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
+    head = np.concatenate([digest, np.frombuffer(np.int64(len(text)).tobytes(), np.uint8)])
+    heads = np.asarray(multihost_utils.process_allgather(head))
+    if (heads == heads[0]).all():
+        return
+    longest = max(int(np.frombuffer(row[32:].tobytes(), np.int64)[0]) for row in heads)
+    padded = np.zeros(longest, np.uint8)
+    padded[: len(text)] = np.frombuffer(text, np.uint8)
+    texts = np.asarray(multihost_utils.process_allgather(padded))
+    described = [bytes(row).rstrip(b"\0").decode().split("\n") for row in texts]
+    raise ValueError(first_difference(described, what))
+
+
+def first_difference(described: list[list[str]], what: str) -> str:
+    """The message for processes whose ``describe`` differ."""
+    reference = described[0]
+    for process, lines in enumerate(described):
+        for place in range(max(len(lines), len(reference))):
+            expected = reference[place] if place < len(reference) else "nothing"
+            got = lines[place] if place < len(lines) else "nothing"
+            if expected != got:
+                return (
+                    f"expected {what} with the same structure, shapes and dtypes in every process, but process "
+                    f"{process} differs from process 0: process 0 has {expected!r}, process {process} has {got!r} "
+                    f"({len(reference) - 1} and {len(lines) - 1} leaves). Build the model from the same "
+                    "configuration everywhere."
+                )
+    return f"expected {what} to differ between processes, got equal descriptions"
+
+
+def _broadcast(tree: Any) -> Any:
+    """Process 0's values of every leaf that is local; arrays that span processes are consistent already."""
+    leaves, treedef = jax.tree.flatten(tree)
+    local = [i for i, x in enumerate(leaves) if not isinstance(x, jax.Array) or x.is_fully_addressable]
+
+    def raw(x: Any) -> Any:
+        is_key = isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(x) if is_key else x)
+
+    values = multihost_utils.broadcast_one_to_all([raw(leaves[i]) for i in local])
+    for i, value in zip(local, values, strict=True):
+        x = leaves[i]
+        is_key = isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        leaves[i] = jax.random.wrap_key_data(value, impl=jax.random.key_impl(x)) if is_key else value
+    return jax.tree.unflatten(treedef, leaves)

@@ -1,0 +1,83 @@
+"""Everything in a step that is not a gradient and crosses the axis: loss, aux, model state, in one small reduction."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fdp.compat import AxisName
+
+
+def reduce_small(tree: Any, how: Any, axis_name: AxisName, axis_size: int) -> Any:
+    """Reduces all leaves of ``tree`` in one collective per wire dtype (one in all, when all are floating).
+
+    Args:
+      tree: arrays, small ones.
+      how: same structure, one of ``"mean"``, ``"sum"``, ``"first"`` (replica 0's value) per leaf.
+      axis_name: mesh axis or axes; must be bound.
+      axis_size: number of replicas.
+
+    Returns:
+      The reduced tree: same shapes and dtypes, except that the sum of bools is int32.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    rules = jax.tree.leaves(how)
+    if axis_size == 1:
+        alone = [_widen(x) if rule == "sum" else x for x, rule in zip(leaves, rules, strict=True)]
+        return jax.tree.unflatten(treedef, alone)
+    is_first = lax.axis_index(axis_name) == 0
+    wires: dict[Any, list[int]] = {}
+    terms: list[jax.Array] = []
+    for index, (leaf, rule) in enumerate(zip(leaves, rules, strict=True)):
+        x = jax.random.key_data(leaf) if _is_key(leaf) else _widen(leaf)
+        wire = jnp.promote_types(x.dtype, jnp.float32) if jnp.issubdtype(x.dtype, jnp.inexact) else x.dtype
+        x = x.astype(wire)
+        if rule == "first":
+            x = jnp.where(is_first, x, jnp.zeros_like(x))
+        elif rule == "mean":
+            x = x / axis_size
+        terms.append(x)
+        wires.setdefault(wire, []).append(index)
+    out: list[Any] = [None] * len(leaves)
+    for members in wires.values():
+        total = lax.psum(jnp.concatenate([jnp.ravel(terms[i]) for i in members]), axis_name)
+        start = 0
+        for i in members:
+            size = math.prod(terms[i].shape)
+            part = total[start : start + size].reshape(terms[i].shape)
+            start += size
+            out[i] = _restore(part, leaves[i], rules[i])
+    return jax.tree.unflatten(treedef, out)
+
+
+def mean_or_sum(x: Any) -> str:
+    """How metrics are reduced: floating-point ones are averaged, counts (integers, bools) are added up."""
+    return "mean" if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else "sum"
+
+
+def mean_or_first(x: Any) -> str:
+    """How model state is made equal: floating-point statistics are averaged, anything else is replica 0's."""
+    return "first" if _is_key(x) or mean_or_sum(x) == "sum" else "mean"
+
+
+def over_microbatches(x: jax.Array) -> jax.Array:
+    """The same rule as ``mean_or_sum`` along the leading axis, the one that ``accumulate`` stacks aux on."""
+    return jnp.mean(x, 0) if mean_or_sum(x) == "mean" else jnp.sum(x, 0, dtype=_widen(x).dtype)
+
+
+def _is_key(x: Any) -> bool:
+    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _widen(x: Any) -> Any:
+    return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
+
+
+def _restore(part: jax.Array, like: Any, rule: str) -> Any:
+    if _is_key(like):
+        return jax.random.wrap_key_data(part, impl=jax.random.key_impl(like))
+    return part.astype(_widen(like).dtype if rule == "sum" else like.dtype)

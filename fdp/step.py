@@ -1,0 +1,167 @@
+"""One training step as one replica sees it: pure, inside the mesh axis, the same under shard_map and pmap.
+
+    state.params --varying--> params that belong to this replica
+    batch share  --accumulate--> loss, aux, model state, gradients          local, in ready order
+    loss, aux, model state --reduce_small--> replicated                     one small collective, behind the forward
+    gradients --reducer, bucket by bucket--> replicated                     overlapping the backward
+    replicated gradients --optimizer--> new params
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from fdp import compat, dependency, scalars
+from fdp.accumulate import accumulate_with_carry
+from fdp.compat import AxisName
+from fdp.loss import CanonicalLoss
+from fdp.plan import BucketPlan, path_string
+from fdp.reduce import Reducer
+from fdp.state import StepInfo, Unreduced
+
+
+class Replicated(NamedTuple):
+    """The part of a ``TrainState`` that is equal on all replicas."""
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    model_state: Any
+    rng: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class StepConfig:
+    """Everything a step closes over."""
+
+    loss: CanonicalLoss
+    optimizer: optax.GradientTransformation
+    axis_name: AxisName
+    num_microbatches: int
+    accumulate_dtype: Any
+    op: str
+    plan_for: Callable[[Any], BucketPlan]
+    reducer_for: Callable[[BucketPlan], Reducer]
+
+
+def synced_step(
+    config: StepConfig, state: Replicated, hook_state: Any, unreduced: Unreduced | None, batch: Any
+) -> tuple[Replicated, Any, StepInfo]:
+    """Reduces this step's gradients, plus what ``unreduced`` holds, and updates the parameters."""
+    plan = config.plan_for(state.params)
+    reducer = config.reducer_for(plan)
+    trainable = select_trainable(plan, state.params)
+    _check_opt_state(config.optimizer, trainable, state.opt_state)
+    (loss, aux, model_state), grads = _local_gradients(config, plan, state, unreduced, batch)
+    if unreduced is not None:
+        grads = jax.tree.map(jnp.add, unreduced.grads, grads)
+    size = compat.axis_size(config.axis_name)
+    small = (loss, aux, model_state)
+    how = (config.op, jax.tree.map(scalars.mean_or_sum, aux), jax.tree.map(scalars.mean_or_first, model_state))
+    loss, aux, model_state = scalars.reduce_small(small, how, config.axis_name, size)
+    # The loss exists before the backward starts: its reduction goes first, hidden behind the backward, and
+    # is part of the one order in which all replicas communicate.
+    token = dependency.token_of([loss]) if size > 1 else None
+    grads, hook_state = reducer.update(grads, hook_state, after=token)
+    updates, opt_state = optax.with_extra_args_support(config.optimizer).update(
+        grads, state.opt_state, trainable, value=loss
+    )
+    params = merge_frozen(plan, optax.apply_updates(trainable, updates), state.params)
+    new_state = Replicated(state.step + 1, params, opt_state, model_state, state.rng)
+    return new_state, hook_state, StepInfo(loss, aux)
+
+
+def unsynced_step(
+    config: StepConfig, state: Replicated, unreduced: Unreduced | None, batch: Any
+) -> tuple[Unreduced, StepInfo]:
+    """Adds this step's gradients to what is held back. No collective."""
+    plan = config.plan_for(state.params)
+    (loss, aux, model_state), grads = _local_gradients(config, plan, state, unreduced, batch)
+    count = jnp.ones((), jnp.int32)
+    if unreduced is not None:
+        grads = jax.tree.map(jnp.add, unreduced.grads, grads)
+        count += unreduced.count
+    return Unreduced(count, grads, model_state), StepInfo(loss, aux)
+
+
+def _local_gradients(
+    config: StepConfig, plan: BucketPlan, state: Replicated, unreduced: Unreduced | None, batch: Any
+) -> tuple[tuple[Any, Any, Any], Any]:
+    """((loss, aux, model state), gradients) of this replica's share of the batch."""
+    axis = config.axis_name
+    params = compat.varying(state.params, axis)
+    held_back = 0 if unreduced is None else unreduced.count
+    model_state = state.model_state if unreduced is None else unreduced.model_state
+    rng = None
+    if state.rng is not None:
+        per_step = jax.random.fold_in(jax.random.fold_in(state.rng, state.step), held_back)
+        rng = jax.random.fold_in(per_step, lax.axis_index(axis))
+
+    def loss(trainable: Any, microbatch: Any, model_state: Any, rng: Any) -> Any:
+        return config.loss(merge_frozen(plan, trainable, params), microbatch, model_state, rng)
+
+    def grad_fn(trainable: Any, microbatch: Any, model_state: Any, rng: Any) -> Any:
+        (value, (model_state, aux)), grads = jax.value_and_grad(loss, has_aux=True)(
+            trainable, microbatch, model_state, rng
+        )
+        return (value, aux, model_state), grads
+
+    accumulated = accumulate_with_carry(
+        grad_fn, config.num_microbatches, op="mean", dtype=config.accumulate_dtype
+    )
+    (value, aux, model_state), grads = accumulated(
+        select_trainable(plan, params), batch, compat.varying(model_state, axis), rng
+    )
+    aux = jax.tree.map(scalars.over_microbatches, aux)
+    return (value, aux, model_state), grads
+
+
+def select_trainable(plan: BucketPlan, params: Any) -> Any:
+    """``params`` with None in place of every leaf the plan leaves out: what is differentiated and optimized."""
+    if not plan.excluded:
+        return params
+    leaves = jax.tree.leaves(params)
+    kept = [x if spec.planned else None for x, spec in zip(leaves, plan.leaves, strict=True)]
+    return jax.tree.unflatten(plan.treedef, kept)
+
+
+def merge_frozen(plan: BucketPlan, trainable: Any, params: Any) -> Any:
+    """``trainable`` with its gaps filled from ``params``."""
+    if not plan.excluded:
+        return trainable
+    trained = iter(jax.tree.leaves(trainable))
+    leaves = jax.tree.leaves(params)
+    merged = [next(trained) if spec.planned else x for x, spec in zip(leaves, plan.leaves, strict=True)]
+    return jax.tree.unflatten(plan.treedef, merged)
+
+
+def _check_opt_state(optimizer: optax.GradientTransformation, trainable: Any, opt_state: Any) -> None:
+    """Raises where the optimizer state was not made by this optimizer for these parameters."""
+    expected = jax.eval_shape(optimizer.init, trainable)
+    want = {path_string(p): x for p, x in jax.tree_util.tree_leaves_with_path(expected)}
+    have = {path_string(p): x for p, x in jax.tree_util.tree_leaves_with_path(opt_state)}
+    for path in [*want, *have]:
+        w, h = want.get(path), have.get(path)
+        same = w is not None and h is not None and (w.shape, w.dtype) == (jnp.shape(h), h.dtype)
+        if not same:
+            raise ValueError(
+                f"expected the state of this trainer's optimizer, which at {path!r} has {_show(w)}; the train state "
+                f"has {_show(h)}: make it with init(params) of the same trainer, or restore the checkpoint with the "
+                "optimizer it was saved with."
+            )
+    if jax.tree.structure(expected) != jax.tree.structure(opt_state):
+        raise ValueError(
+            f"expected the state of this trainer's optimizer, with structure {jax.tree.structure(expected)}, got "
+            f"{jax.tree.structure(opt_state)}: make it with init(params) of the same trainer."
+        )
+
+
+def _show(x: Any) -> str:
+    return "nothing" if x is None else f"{x.dtype}[{','.join(map(str, jnp.shape(x)))}]"

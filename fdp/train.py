@@ -1,0 +1,278 @@
+"""``data_parallel``: a loss function and an optimizer in, a data parallel trainer out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from fdp import drivers, schedules
+from fdp.accumulate import check_num_microbatches
+from fdp.compat import AxisName
+from fdp.data import check_batch, global_batch, replica_count
+from fdp.hooks import CommHook
+from fdp.loss import canonical_loss
+from fdp.pack import Packing
+from fdp.plan import (
+    DEFAULT_BUCKET_BYTES,
+    DEFAULT_FIRST_BUCKET_BYTES,
+    BucketPlan,
+    flatten_like_plan,
+    plan_buckets,
+)
+from fdp.reduce import make_reducer
+from fdp.replicate import replicate
+from fdp.schedules import Schedule
+from fdp.state import StepInfo, TrainState
+from fdp.step import Replicated, StepConfig, select_trainable, synced_step, unsynced_step
+
+
+class Trainer(NamedTuple):
+    """Functions that train data parallel. All pure, except that ``train_step`` donates the state it is given.
+
+    Attributes:
+      init: ``(params, *, model_state=None, rng=None) -> TrainState``. Copies process 0's values to every device, after
+        verifying that every process holds the same structure, shapes and dtypes.
+      train_step: ``(state, batch) -> (TrainState, StepInfo)``. Batch leaves are ``[examples, ...]``: the whole batch
+        in one process, this process's share with several. The state passed in is consumed.
+      no_sync_step: ``(state, batch) -> (TrainState, StepInfo)``. Computes gradients and holds them back on each replica;
+        no communication. The next ``train_step`` reduces their sum together with its own and updates once, as torch's
+        ``no_sync`` does: gradients are added, not averaged, over the steps of the window.
+      lower: ``(state, batch, *, sync=True) -> jax.stages.Lowered`` of ``train_step`` (or ``no_sync_step``).
+      plan: ``params -> BucketPlan`` that the trainer uses for these parameters.
+      mesh: the mesh it runs on.
+      axis_name: the axis (or axes) it reduces over.
+    """
+
+    init: Callable[..., TrainState]
+    train_step: Callable[[TrainState, Any], tuple[TrainState, StepInfo]]
+    no_sync_step: Callable[[TrainState, Any], tuple[TrainState, StepInfo]]
+    lower: Callable[..., jax.stages.Lowered]
+    plan: Callable[[Any], BucketPlan]
+    mesh: Mesh
+    axis_name: AxisName
+
+
+def data_parallel(
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    *,
+    mesh: Mesh | None = None,
+    axis_name: AxisName = "data",
+    via: str = "shard_map",
+    num_microbatches: int = 1,
+    accumulate_dtype: Any = None,
+    plan: BucketPlan | None = None,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    first_bucket_bytes: int = DEFAULT_FIRST_BUCKET_BYTES,
+    trainable: Callable[[str, Any], bool] | Any | None = None,
+    hook: CommHook | None = None,
+    schedule: Schedule | None = None,
+    pack: Packing | None = None,
+    op: str = "mean",
+    has_aux: bool = False,
+    has_model_state: bool = False,
+    has_rng: bool = False,
+    compiler_options: Mapping[str, str] | None = None,
+) -> Trainer:
+    """Builds a data parallel trainer.
+
+    Mathematically the trainer is the one-device step on the joined batch, for a loss that is a mean over examples:
+    every replica holds the same parameters, computes the gradient of its share, and applies the same mean gradient.
+
+    Args:
+      loss_fn: ``loss_fn(params, batch) -> loss``, a scalar. Given the options below it is called with keywords
+        ``model_state=`` and ``rng=`` and returns ``(loss, aux)``, ``(loss, model_state)`` or ``(loss, model_state, aux)``.
+      optimizer: an optax optimizer. It sees reduced gradients: ``optax.clip_by_global_norm`` needs nothing more.
+      mesh: mesh with ``axis_name``; all devices of all processes in one axis if not given.
+      axis_name: mesh axis, or tuple of axes, that replicas are laid out along.
+      via: ``"shard_map"``, or ``"pmap"`` (one-axis meshes; no compiler options). Same numbers.
+      num_microbatches: slices each replica's share of the batch is run in, one reduction for all.
+      accumulate_dtype: dtype of the sums over microbatches; the gradients' own if not given.
+      plan: a plan made for the same params; otherwise made with the three options below.
+      bucket_bytes, first_bucket_bytes, trainable: as for ``plan_buckets``. Frozen leaves are not differentiated, not
+        reduced, not seen by the optimizer.
+      hook, schedule, pack, op: as for ``reduce_gradients``.
+      has_aux: ``loss_fn`` returns auxiliary output; see ``StepInfo`` for how it is reduced.
+      has_model_state: ``loss_fn`` takes and returns model state. After each ``train_step`` its floating-point leaves are
+        averaged over replicas, all others are replica 0's; torch takes replica 0's for all and so discards the other
+        replicas' statistics.
+      has_rng: ``loss_fn`` takes a key, different for each step, replica and microbatch:
+        ``fold_in(fold_in(fold_in(fold_in(rng, step), no-sync steps held back), replica), microbatch)``.
+      compiler_options: XLA options for the compiled step.
+
+    Returns:
+      A ``Trainer``.
+
+    Raises:
+      ValueError, TypeError: an argument is wrong; the message says what was expected, what came, and the edit to make.
+        What depends on params or batch is raised by ``init`` and by the first step.
+
+    Source: paper sections 3 and 4; torch ``DistributedDataParallel``.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, fdp
+      >>> loss = lambda params, batch: jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+      >>> trainer = fdp.data_parallel(loss, optax.sgd(0.1))
+      >>> state = trainer.init({"w": jnp.zeros((3, 1))})
+      >>> state, info = trainer.train_step(state, {"x": jnp.ones((16, 3)), "y": jnp.ones((16, 1))})
+      >>> float(info.loss), int(state.step)
+      (1.0, 1)
+    """
+    _check_arguments(loss_fn, optimizer, via, num_microbatches, plan, compiler_options)
+    mesh = _default_mesh(axis_name) if mesh is None else mesh
+    replicas = replica_count(mesh, axis_name)
+    if via == "pmap" and (not isinstance(axis_name, str) or mesh.devices.size != replicas):
+        raise ValueError(
+            f'expected a mesh of one axis for via="pmap", got axes {dict(mesh.shape)} and axis_name={axis_name!r}: '
+            'use via="shard_map".'
+        )
+
+    def plan_for(params: Any) -> BucketPlan:
+        if plan is not None:
+            flatten_like_plan(plan, params, "params")
+            return plan
+        return plan_buckets(
+            params, bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes, trainable=trainable
+        )
+
+    def reducer_for(the_plan: BucketPlan) -> Any:
+        return make_reducer(axis_name, plan=the_plan, hook=hook, schedule=schedule, pack=pack, op=op)
+
+    if plan is not None:
+        schedules.check_launches(schedule or schedules.ordered(), plan)
+    config = StepConfig(
+        loss=canonical_loss(loss_fn, has_aux=has_aux, has_model_state=has_model_state, has_rng=has_rng),
+        optimizer=optimizer,
+        axis_name=axis_name,
+        num_microbatches=num_microbatches,
+        accumulate_dtype=accumulate_dtype,
+        op=op,
+        plan_for=plan_for,
+        reducer_for=reducer_for,
+    )
+
+    def synced(replicated: Any, hook_state: Any, unreduced: Any, batch: Any) -> Any:
+        new, hook_state, info = synced_step(config, replicated, hook_state, unreduced, batch)
+        return (new, info), hook_state
+
+    def unsynced(replicated: Any, hook_state: Any, unreduced: Any, batch: Any) -> Any:
+        return (), unsynced_step(config, replicated, unreduced, batch)
+
+    # The held-back gradients of a synced step have no output to live on in, the replicated state of an unsynced one
+    # is not changed: donating either would only draw a warning, or take the parameters away.
+    if via == "pmap":
+        run_synced = drivers.pmap_driver(synced, mesh, axis_name, donate=(0, 1))
+        run_unsynced = drivers.pmap_driver(unsynced, mesh, axis_name, donate=(2,))
+    else:
+        run_synced = drivers.shard_map_driver(
+            synced, mesh, axis_name, donate=(0, 1), compiler_options=compiler_options
+        )
+        run_unsynced = drivers.shard_map_driver(
+            unsynced, mesh, axis_name, donate=(2,), compiler_options=compiler_options
+        )
+
+    def arguments(state: TrainState, batch: Any) -> tuple[Any, Any, Any, Any]:
+        _check_state(state)
+        share = _process_share(mesh, replicas)
+        check_batch(batch, share, num_microbatches, jax.process_count())
+        if via == "pmap":
+            batch = drivers.split_over_replicas(batch, share)
+        else:
+            batch = global_batch(batch, mesh, axis_name)
+        replicated = Replicated(state.step, state.params, state.opt_state, state.model_state, state.rng)
+        return replicated, state.hook_state, state.unreduced, batch
+
+    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
+        (new, info), hook_state = run_synced(*arguments(state, batch))
+        return TrainState(*new, hook_state=hook_state, unreduced=None), info
+
+    def no_sync_step(state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
+        _, (unreduced, info) = run_unsynced(*arguments(state, batch))
+        return state._replace(unreduced=unreduced), info
+
+    def lower(state: TrainState, batch: Any, *, sync: bool = True) -> jax.stages.Lowered:
+        return (run_synced if sync else run_unsynced).lower(*arguments(state, batch))
+
+    def init(params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
+        _check_init(has_model_state, model_state, has_rng, rng)
+        the_plan = plan_for(params)
+        params, model_state, rng = replicate((params, model_state, rng), mesh)
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        trainable_params = select_trainable(the_plan, params)
+        if mesh.devices.size == replicas:
+            opt_state = jax.jit(optimizer.init, out_shardings=everywhere)(trainable_params)
+        else:
+            opt_state = jax.jit(optimizer.init)(trainable_params)
+        step = jax.device_put(jnp.zeros((), jnp.int32), everywhere)
+
+        def stacked_hook_state() -> Any:
+            one = reducer_for(the_plan).init(params)
+            return jax.tree.map(lambda x: jnp.broadcast_to(x, (replicas, *jnp.shape(x))), one)
+
+        per_replica = NamedSharding(mesh, PartitionSpec(axis_name))
+        hook_state = jax.jit(stacked_hook_state, out_shardings=per_replica)()
+        return TrainState(step, params, opt_state, model_state, rng, hook_state, None)
+
+    return Trainer(init, train_step, no_sync_step, lower, plan_for, mesh, axis_name)
+
+
+def _default_mesh(axis_name: AxisName) -> Mesh:
+    if not isinstance(axis_name, str):
+        raise ValueError(
+            f"expected a mesh for axis_name={axis_name!r}: without one, all devices form one axis with one name."
+        )
+    return jax.make_mesh((jax.device_count(),), (axis_name,), axis_types=(AxisType.Auto,))
+
+
+def _process_share(mesh: Mesh, replicas: int) -> int:
+    """Replicas that this process's batch is split over."""
+    if jax.process_count() == 1:
+        return replicas
+    mine = jax.process_index()
+    processes = {device.process_index for device in mesh.devices.flat}
+    if mine not in processes:
+        raise ValueError(f"expected process {mine} to own devices of the mesh, which are all on {sorted(processes)}.")
+    return max(1, replicas // len(processes))
+
+
+def _check_arguments(
+    loss_fn: Any, optimizer: Any, via: Any, num_microbatches: Any, plan: Any, compiler_options: Any
+) -> None:
+    if not callable(loss_fn):
+        raise TypeError(f"expected loss_fn to be a function (params, batch) -> loss, got {loss_fn!r}.")
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        hint = "call it, for example optax.sgd(0.1)" if callable(optimizer) else "for example optax.sgd(0.1)"
+        raise TypeError(f"expected an optax optimizer with init and update, got {optimizer!r}: {hint}.")
+    if via not in ("shard_map", "pmap"):
+        raise ValueError(f'expected via to be "shard_map" or "pmap", got {via!r}.')
+    if via == "pmap" and compiler_options:
+        raise ValueError('compiler_options need via="shard_map": jax.pmap takes none.')
+    check_num_microbatches(num_microbatches)
+    if plan is not None and not isinstance(plan, BucketPlan):
+        raise TypeError(f"expected plan to be a BucketPlan, got {type(plan).__name__}: fdp.plan_buckets(params).")
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"expected a TrainState, got {type(state).__name__}: make it with trainer.init(params), and pass the state "
+            "that the last step returned."
+        )
+
+
+def _check_init(has_model_state: bool, model_state: Any, has_rng: bool, rng: Any) -> None:
+    for name, wanted, value in (("model_state", has_model_state, model_state), ("rng", has_rng, rng)):
+        if wanted and value is None:
+            raise ValueError(f"expected init(params, {name}=...), since has_{name}=True; got none.")
+        if not wanted and value is not None:
+            raise ValueError(
+                f"got {name}=... in init, but loss_fn does not take it: pass has_{name}=True to data_parallel."
+            )
+    if rng is not None and not isinstance(rng, jax.Array) and not isinstance(rng, np.ndarray):
+        raise TypeError(f"expected rng to be a key such as jax.random.key(0), got {rng!r}.")
