@@ -43,7 +43,7 @@ def accumulate(
       op: ``"mean"`` averages values and gradients over microbatches (a loss that is a mean), ``"sum"`` adds them
         (a loss that is a sum; also what torch's ``no_sync`` does).
       dtype: dtype of the local sums, for example float32 for bfloat16 gradients; the gradients' own if not given.
-        The result is cast back to the gradients' dtype.
+        Complex gradients keep their own. The result is cast back to the gradients' dtype.
 
     Returns:
       A function of the same signature. Every batch leaf has shape ``[k * b, ...]``; aux leaves come back stacked,
@@ -51,6 +51,8 @@ def accumulate(
 
     Raises:
       ValueError: ``num_microbatches`` is less than 1, ``op`` is unknown, or a batch leaf does not divide.
+      TypeError: ``num_microbatches`` is no integer, ``dtype`` is not floating-point, or the function returns something
+        else than ``has_aux`` says.
 
     Example:
       >>> import jax, jax.numpy as jnp, fdp
@@ -62,12 +64,13 @@ def accumulate(
     check_num_microbatches(num_microbatches)
     if op not in ("mean", "sum"):
         raise ValueError(f'expected op to be "mean" or "sum", got {op!r}.')
+    _check_dtype(dtype)
 
     def accumulated(params: Any, batch: Any, **keywords: Any) -> Any:
         def grad_fn(params: Any, microbatch: Any, carry: Any, rng: Any) -> tuple[tuple[Any, Any, Any], Any]:
             extra = keywords if rng is None else {**keywords, "rng": rng}
             value, grads = value_and_grad_fn(params, microbatch, **extra)
-            value, aux = value if has_aux else (value, None)
+            value, aux = _split_aux(value, has_aux)
             return (value, aux, carry), grads
 
         (value, aux, _), grads = accumulate_with_carry(
@@ -85,11 +88,12 @@ def accumulate_with_carry(
 
     The carry (model state) goes from one microbatch to the next; ``rng`` may be None.
     """
+    _check_dtype(dtype)
     if num_microbatches == 1:
 
         def single(params: Any, batch: Any, carry: Any, rng: Any) -> tuple[tuple[Any, Any, Any], Any]:
             (value, aux, carry), grads = grad_fn(params, batch, carry, _fold(rng, 0))
-            return (value, jax.tree.map(lambda x: x[None], aux), carry), grads
+            return (value, jax.tree.map(lambda x: jnp.asarray(x)[None], aux), carry), grads
 
         return single
 
@@ -100,21 +104,22 @@ def accumulate_with_carry(
         last = num_microbatches - 1
         _, out_avals = _trace_shapes(once, params, _index(batches, 0), carry, _fold(rng, 0))
         (value_aval, _, carry_avals), grad_avals = out_avals
-        sums = jax.tree.map(lambda aval: _zeros(aval, dtype), grad_avals)
+        # The float0 "gradient" of an integer (allow_int=True) has nothing to add up: None stands for its sum.
+        sums = jax.tree.map(lambda x: None if x.dtype == jax.dtypes.float0 else _zeros(x, dtype), grad_avals)
         carry = jax.tree.map(_match_varying, carry, carry_avals)
 
         def body(loop: Any, scanned: Any) -> tuple[Any, Any]:
             carry, total, sums = loop
             index, microbatch = scanned
             (value, aux, carry), grads = once(params, microbatch, carry, _fold(rng, index))
-            return (carry, total + value, jax.tree.map(_add, sums, grads)), aux
+            return (carry, total + value, _map_sums(_add, sums, grads)), aux
 
         scanned = (jnp.arange(last), _index(batches, slice(0, last)))
         (carry, total, sums), aux = lax.scan(body, (carry, _zeros(value_aval, None), sums), scanned)
         (value, last_aux, carry), grads = once(params, _index(batches, last), carry, _fold(rng, last))
         aux = jax.tree.map(lambda many, one: jnp.concatenate([many, one[None]]), aux, last_aux)
         divide_by = num_microbatches if op == "mean" else 1
-        grads = jax.tree.map(lambda s, g: ((s + g) / divide_by).astype(g.dtype), sums, grads)
+        grads = _map_sums(lambda s, g: g if s is None else ((s + g) / divide_by).astype(g.dtype), sums, grads)
         return ((total + value) / divide_by, aux, carry), grads
 
     return accumulated
@@ -128,6 +133,14 @@ def check_num_microbatches(count: Any) -> None:
         )
     if count < 1:
         raise ValueError(f"expected num_microbatches to be at least 1, got {count}: 1 does not accumulate.")
+
+
+def _check_dtype(dtype: Any) -> None:
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"expected the dtype of the sums to be floating-point, got {dtype!r}: float32 suits bfloat16 and float16 "
+            "gradients, None keeps the gradients' own."
+        )
 
 
 def split_batch(batch: Any, parts: int) -> Any:
@@ -154,18 +167,38 @@ def _trace_shapes(fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
     return jaxpr, jax.tree.unflatten(jax.tree.structure(shapes), jaxpr.out_avals)
 
 
+def _split_aux(value: Any, has_aux: bool) -> tuple[Any, Any]:
+    pair = isinstance(value, tuple) and len(value) == 2
+    if has_aux and not pair:
+        raise TypeError(
+            f"expected value_and_grad_fn to return ((value, aux), grads), as has_aux=True says, got {value!r} in place "
+            "of (value, aux): pass has_aux=True to jax.value_and_grad too, or to neither."
+        )
+    if not has_aux and isinstance(value, tuple):
+        raise TypeError(
+            f"expected value_and_grad_fn to return (value, grads), got a tuple of {len(value)} as value: pass "
+            "has_aux=True to accumulate too."
+        )
+    return value if has_aux else (value, None)
+
+
 def _zeros(aval: Any, dtype: Any) -> jax.Array:
-    zeros = jnp.zeros(aval.shape, aval.dtype if dtype is None else dtype)
-    return _match_varying(zeros, aval)
+    own = dtype is None or jnp.issubdtype(aval.dtype, jnp.complexfloating)
+    return _match_varying(jnp.zeros(aval.shape, aval.dtype if own else dtype), aval)
 
 
 def _match_varying(x: Any, aval: Any) -> Any:
-    axes = tuple(compat.aval_varying_axes(aval) - compat.varying_axes(x))
+    # Sorted: the axes are a set, and every host must trace the same program.
+    axes = tuple(sorted(compat.aval_varying_axes(aval) - compat.varying_axes(x), key=str))
     return lax.pcast(x, axes, to="varying") if axes else x
 
 
-def _add(total: jax.Array, x: jax.Array) -> jax.Array:
-    return total + x.astype(total.dtype)
+def _map_sums(fn: Callable[[Any, Any], Any], sums: Any, grads: Any) -> Any:
+    return jax.tree.map(fn, sums, grads, is_leaf=lambda x: x is None)
+
+
+def _add(total: Any, x: Any) -> Any:
+    return None if total is None else total + x.astype(total.dtype)
 
 
 def _index(tree: Any, at: Any) -> Any:

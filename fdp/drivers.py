@@ -8,7 +8,7 @@ leaves are ``[examples, ...]`` outside, ``[examples / replicas, ...]`` inside.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -19,6 +19,18 @@ from fdp.data import replica_count
 ReplicaFn = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 
 
+class Driver(NamedTuple):
+    """A replica function made global.
+
+    Attributes:
+      run: ``(replicated, hook_state, unreduced, batch) -> (replicated, per_replica)``, compiled once per shapes.
+      lower: the same arguments ``-> jax.stages.Lowered``.
+    """
+
+    run: ReplicaFn
+    lower: Callable[..., jax.stages.Lowered]
+
+
 def shard_map_driver(
     fn: ReplicaFn,
     mesh: Mesh,
@@ -26,7 +38,7 @@ def shard_map_driver(
     *,
     donate: tuple[int, ...],
     compiler_options: Mapping[str, str] | None,
-) -> Any:
+) -> Driver:
     """``jax.jit(jax.shard_map(...))``. Mesh axes other than ``axis_name`` stay with XLA's partitioner."""
     here, everywhere = PartitionSpec(axis_name), PartitionSpec()
 
@@ -43,22 +55,38 @@ def shard_map_driver(
         # With one replica nothing is reduced, so nothing could tell JAX that a result is replicated.
         check_vma=replica_count(mesh, axis_name) > 1,
     )
-    return jax.jit(mapped, donate_argnums=donate, compiler_options=dict(compiler_options or {}) or None)
+    jitted = jax.jit(mapped, donate_argnums=donate, compiler_options=dict(compiler_options or {}) or None)
+    return Driver(jitted, jitted.lower)
 
 
-def pmap_driver(fn: ReplicaFn, mesh: Mesh, axis_name: AxisName, *, donate: tuple[int, ...]) -> Any:
+def pmap_driver(fn: ReplicaFn, mesh: Mesh, axis_name: AxisName, *, donate: tuple[int, ...]) -> Driver:
     """``jax.pmap`` over the mesh's devices; batch leaves must come as ``[replicas, examples / replicas, ...]``.
 
     Replicated trees are ordinary arrays here too, without a device axis.
     """
-    return jax.pmap(
-        fn,
+    keep = tuple(i for i in range(4) if i not in donate)
+    axes = (None, 0, 0, 0)
+
+    # Two groups of arguments, rather than four arguments: where an argument is an empty tree and the number of leaves
+    # happens to equal the number of arguments, pmap (jax 0.10 to 0.12) takes in_axes for the leaves' own and maps the
+    # wrong ones. Nested in_axes do not take that path.
+    def grouped(donated: tuple[Any, ...], kept: tuple[Any, ...]) -> tuple[Any, Any]:
+        by_place = dict(zip(donate + keep, donated + kept, strict=True))
+        return fn(*(by_place[i] for i in range(4)))
+
+    mapped = jax.pmap(
+        grouped,
         axis_name=axis_name,
-        in_axes=(None, 0, 0, 0),
+        in_axes=(tuple(axes[i] for i in donate), tuple(axes[i] for i in keep)),
         out_axes=(None, 0),
         devices=list(mesh.devices.flat),
-        donate_argnums=donate,
+        donate_argnums=0,
     )
+
+    def groups(*args: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        return tuple(args[i] for i in donate), tuple(args[i] for i in keep)
+
+    return Driver(lambda *args: mapped(*groups(*args)), lambda *args: mapped.lower(*groups(*args)))
 
 
 def split_over_replicas(batch: Any, replicas: int) -> Any:

@@ -8,6 +8,7 @@ reduction (``"mean"`` or ``"sum"``) and does all of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -68,10 +69,19 @@ def all_reduce(*, predivide: float | None = None) -> CommHook:
       predivide: factor to divide by before the sum, more than 0; all of it by default. Used for ``"mean"`` only.
 
     Raises:
-      ValueError: ``predivide`` is not positive.
+      TypeError: ``predivide`` is no number.
+      ValueError: ``predivide`` is not positive and finite.
     """
-    if predivide is not None and not predivide > 0:
-        raise ValueError(f"expected predivide to be more than 0, got {predivide!r}: 1.0 divides after the sum.")
+    if predivide is not None:
+        if isinstance(predivide, bool) or not isinstance(predivide, (int, float)):
+            raise TypeError(
+                f"expected predivide to be a number, got {predivide!r} of type {type(predivide).__name__}: "
+                "1.0 divides after the sum, None before it."
+            )
+        if not (predivide > 0 and math.isfinite(predivide)):
+            raise ValueError(
+                f"expected predivide to be more than 0 and finite, got {predivide!r}: 1.0 divides after the sum."
+            )
 
     def init(bucket: Bucket) -> HookState:
         return ()

@@ -10,9 +10,11 @@ A bucket closes when the next leaf would take it over the cap, so no bucket of s
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -159,8 +161,8 @@ def plan_buckets(
       A ``BucketPlan``. The same input gives the same plan on every host.
 
     Raises:
-      TypeError: a leaf is no array or has a dtype that has no gradient (the message names its path); a cap is
-        no integer.
+      TypeError: a leaf is no array or has a dtype that has no gradient (the message names its path); a cap or
+        an element of ``order`` is no integer.
       ValueError: ``params`` has no leaves, a cap is not positive, ``order`` is no permutation, or ``trainable``
         has another structure.
 
@@ -214,47 +216,59 @@ def flatten_like_plan(plan: BucketPlan, tree: Any, what: str = "gradients") -> l
     Raises:
       ValueError: structure, shape or dtype differ; the message names the first differing path.
     """
-    if jax.tree.structure(tree) == plan.treedef:
-        leaves = jax.tree.leaves(tree)
-    else:
-        leaves = _leaves_by_path(plan, tree, what)
+    try:
+        leaves: list[Any] = plan.treedef.flatten_up_to(tree)
+    except ValueError:
+        raise _other_structure(plan, tree, what) from None
     for spec, leaf in zip(plan.leaves, leaves, strict=True):
         if not spec.planned:
             continue
-        shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
-        if shape != spec.shape or dtype != spec.dtype:
+        shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+        if shape == spec.shape and dtype == spec.dtype:
+            continue
+        if leaf is None:
+            raise _missing_leaf(spec, what)
+        got = f"{leaf!r} of type {type(leaf).__name__}"
+        if shape is not None and dtype is not None:
+            # A NumPy float64 array is float32 to JAX, unless 64 bits are switched on.
+            dtype = jnp.result_type(leaf)
+            if shape == spec.shape and dtype == spec.dtype:
+                continue
             got = f"{dtype.name}[{','.join(map(str, shape))}]"
-            raise ValueError(
-                f"{what} do not match the bucket plan at {spec.path!r}: the plan expects {spec}, got {got}. "
-                "Make the plan from the same params (fdp.plan_buckets(params)), or cast the leaf."
-            )
+        raise ValueError(
+            f"{what} do not match the bucket plan at {spec.path!r}: the plan expects {spec}, got {got}. "
+            "Make the plan from the same params (fdp.plan_buckets(params)), or cast the leaf."
+        )
     return leaves
 
 
-def _leaves_by_path(plan: BucketPlan, tree: Any, what: str) -> list[Any]:
-    """Leaves of a tree whose left-out leaves may be missing; the error names the first difference."""
-    found = {path_string(p): leaf for p, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+def _other_structure(plan: BucketPlan, tree: Any, what: str) -> ValueError:
+    """The error for a tree of another structure than the plan's; it names the first difference."""
+    found = [path_string(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    there = set(found)
     for spec in plan.leaves:
-        if spec.planned and spec.path not in found:
-            raise ValueError(
-                f"{what} do not match the bucket plan: the plan expects a leaf {spec.path!r} ({spec}), got none "
-                f"there. Make the plan from the same params (fdp.plan_buckets(params)); a leaf that needs no "
-                "reduction is left out with trainable=."
-            )
+        if spec.planned and spec.path not in there:
+            return _missing_leaf(spec, what)
     known = {spec.path for spec in plan.leaves}
     for path in found:
         if path not in known:
-            raise ValueError(
+            return ValueError(
                 f"{what} do not match the bucket plan: got a leaf {path!r} that the plan does not know. "
                 "Make the plan from the same params (fdp.plan_buckets(params))."
             )
-    leaves = [found.get(spec.path) for spec in plan.leaves]
-    if jax.tree.structure(tree) != jax.tree.structure(jax.tree.unflatten(plan.treedef, leaves)):
-        raise ValueError(
-            f"{what} do not match the bucket plan: same paths, but other containers; the plan expects "
-            f"{plan.treedef}, got {jax.tree.structure(tree)}. Make the plan from the same params."
-        )
-    return leaves
+    return ValueError(
+        f"{what} do not match the bucket plan: same paths, but other containers; the plan expects "
+        f"{plan.treedef}, got {jax.tree.structure(tree)}. Make the plan from the same params; where a leaf is "
+        "left out, None may stand in its place."
+    )
+
+
+def _missing_leaf(spec: LeafSpec, what: str) -> ValueError:
+    return ValueError(
+        f"{what} do not match the bucket plan: the plan expects a leaf {spec.path!r} ({spec}), got none there. "
+        "Make the plan from the same params (fdp.plan_buckets(params)); a leaf that needs no reduction is left "
+        "out with trainable=."
+    )
 
 
 def _check_cap(name: str, value: Any) -> int:
@@ -274,9 +288,10 @@ def _check_cap(name: str, value: Any) -> int:
 def _trainable_flags(with_paths: list[Any], treedef: Any, trainable: Any) -> list[bool]:
     if trainable is None:
         return [True] * len(with_paths)
-    if callable(trainable):
-        return [bool(trainable(path_string(path), leaf)) for path, leaf in with_paths]
     flags, structure = jax.tree.flatten(trainable)
+    # A tree may be callable (some libraries' modules are), and a function is a tree of one leaf.
+    if callable(trainable) and not (structure == treedef and flags != [trainable]):
+        return [bool(trainable(path_string(path), leaf)) for path, leaf in with_paths]
     if structure != treedef:
         raise ValueError(
             "expected trainable to be a predicate on (path, leaf) or a tree of bools with the structure of "
@@ -306,11 +321,14 @@ def _leaf_spec(path: Any, leaf: Any, planned: bool) -> LeafSpec:
         return LeafSpec(name, tuple(shape), np.dtype(dtype if plain else object), False)
     if not jnp.issubdtype(dtype, np.inexact):
         kind = "a PRNG key" if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) else "no gradient"
+        shown = "float0" if dtype == jax.dtypes.float0 else dtype
         raise TypeError(
-            f"expected a floating-point or complex array at {name!r}, got dtype {dtype} ({kind}): keep it out "
+            f"expected a floating-point or complex array at {name!r}, got dtype {shown} ({kind}): keep it out "
             "of the differentiated params, or leave it out with trainable=."
         )
-    return LeafSpec(name, tuple(shape), np.dtype(dtype), True)
+    # As JAX will hold it: plain ints print alike on every host, and without 64-bit mode float64 is float32.
+    sizes = tuple(int(size) for size in shape)
+    return LeafSpec(name, sizes, np.dtype(jax.dtypes.canonicalize_dtype(dtype)), True)
 
 
 def _order_indices(order: Any, count: int) -> list[int]:
@@ -320,9 +338,15 @@ def _order_indices(order: Any, count: int) -> list[int]:
                 f'expected order to be "reverse" or a permutation of leaf indices, got {order!r}.'
             )
         return list(range(count - 1, -1, -1))
-    indices = [int(i) for i in order]
+    try:
+        indices = [operator.index(i) for i in order]
+    except TypeError as error:
+        raise TypeError(
+            f'expected order to be "reverse" or a permutation of leaf indices (whole numbers), got {error}: pass what '
+            "fdp.gradient_ready_order(loss_fn, params, ...) returns."
+        ) from None
     if sorted(indices) != list(range(count)):
-        repeated = sorted({i for i in indices if indices.count(i) > 1})[:3] if count < 10_000 else []
+        repeated = sorted(i for i, times in collections.Counter(indices).items() if times > 1)[:3]
         missing = sorted(set(range(count)) - set(indices))[:3]
         outside = sorted({i for i in indices if not 0 <= i < count})[:3]
         raise ValueError(

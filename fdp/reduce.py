@@ -112,14 +112,29 @@ def _run(
         if launch.after_backward:
             waits_for.append(dependency.token_of([leaves[i] for b in launches for i in b.bucket.leaf_indices]))
         buffers = packing.pack(bucket, [leaves[i] for i in bucket.leaf_indices])
-        buffers = dependency.tie(buffers, dependency.join(waits_for))
+        waited_for = dependency.join(waits_for)
+        buffers = dependency.tie(buffers, waited_for)
         view = BucketView(bucket, k, k == len(launches) - 1, axis_name, size, op)
         reduced, new_state = hook.reduce(buffers, state, view)
-        tokens.append(dependency.token_of(reduced))
+        _check_reduced(hook, view, buffers, reduced)
+        token = dependency.token_of(reduced)
+        # A bucket without elements has no token of its own, and must not break the chain it is a link of.
+        tokens.append(waited_for if token is None else token)
         new_states.append(new_state)
         for index, leaf in zip(bucket.leaf_indices, packing.unpack(bucket, reduced), strict=True):
             out[index] = leaf
     return out, tuple(new_states)
+
+
+def _check_reduced(hook: CommHook, view: BucketView, given: Sequence[Any], reduced: Sequence[Any]) -> None:
+    """Raises where a hook returned other shapes or dtypes than it got: they would go on into the gradients."""
+    expected = [f"{x.dtype.name}{list(x.shape)}" for x in given]
+    got = [f"{x.dtype.name}{list(x.shape)}" for x in reduced]
+    if expected != got:
+        raise ValueError(
+            f"expected hook {hook.name!r} to return the shapes and dtypes it was given, {expected} for bucket "
+            f"{view.index} (first leaf {view.bucket.paths[0]!r}), got {got}: let reduce cast and reshape them back."
+        )
 
 
 def _alone(plan: BucketPlan, leaves: Sequence[Any], axis_name: AxisName) -> list[Any]:

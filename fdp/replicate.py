@@ -10,6 +10,7 @@ import hashlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -35,15 +36,16 @@ def replicate(tree: Any, mesh: Mesh, what: str = "params") -> Any:
         verify_same_structure(tree, what)
         tree = _broadcast(tree)
 
-    def place(x: Any) -> jax.Array:
-        sharding = NamedSharding(mesh, PartitionSpec())
-        if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) and x.sharding.mesh == mesh:
-            sharding = x.sharding
-        if not isinstance(x, jax.Array):
-            x = np.array(x)  # a copy: on CPU JAX may otherwise alias NumPy's memory, which donation then overwrites
-        return jax.device_put(x, sharding, may_alias=False)
+    def sharding_of(x: Any) -> NamedSharding:
+        kept = getattr(x, "sharding", None)
+        if isinstance(kept, NamedSharding) and kept.mesh == mesh:
+            return kept
+        return NamedSharding(mesh, PartitionSpec())
 
-    return jax.tree.map(place, tree)
+    shardings = jax.tree.map(sharding_of, tree)
+    placed = jax.device_put(tree, shardings)
+    # device_put may hand back the caller's own buffers, whatever may_alias says, for the device they live on already.
+    return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)(placed)
 
 
 def describe(tree: Any) -> list[str]:

@@ -113,7 +113,7 @@ def check_launches(schedule: Schedule, plan: BucketPlan) -> tuple[Launch, ...]:
     """The schedule's launches for ``plan``, after checking the contract of ``Schedule``.
 
     Raises:
-      ValueError: a planned leaf is launched twice or never, or a launch waits for a later one.
+      ValueError: a planned leaf is launched twice or never, a launch mixes dtypes, or a launch waits for a later one.
     """
     launches = schedule.launches(plan)
     launched: Sequence[int] = [i for launch in launches for i in launch.bucket.leaf_indices]
@@ -124,9 +124,16 @@ def check_launches(schedule: Schedule, plan: BucketPlan) -> tuple[Launch, ...]:
         )
         raise ValueError(
             f"expected schedule {schedule.name!r} to launch each planned leaf once; leaf "
-            f"{plan.leaves[wrong[0]].path!r} is launched {launched.count(wrong[0])} times."
+            f"{_path(plan, wrong[0])!r} is launched {launched.count(wrong[0])} times."
         )
     for k, launch in enumerate(launches):
+        dtypes = {plan.leaves[i].dtype for i in launch.bucket.leaf_indices}
+        if dtypes != {launch.bucket.dtype}:
+            raise ValueError(
+                f"expected launch {k} of schedule {schedule.name!r} to hold one dtype, since a buffer has one; got "
+                f"{sorted(dtype.name for dtype in dtypes)} in a bucket of {launch.bucket.dtype.name}: merge buckets "
+                "of equal dtype only."
+            )
         late = [j for j in launch.after if not 0 <= j < k]
         if late:
             raise ValueError(
@@ -134,3 +141,7 @@ def check_launches(schedule: Schedule, plan: BucketPlan) -> tuple[Launch, ...]:
                 f"got after={launch.after}."
             )
     return launches
+
+
+def _path(plan: BucketPlan, index: int) -> str:
+    return plan.leaves[index].path if 0 <= index < len(plan.leaves) else f"<no leaf {index}>"

@@ -127,6 +127,7 @@ def data_parallel(
     _check_arguments(loss_fn, optimizer, via, num_microbatches, plan, compiler_options)
     mesh = _default_mesh(axis_name) if mesh is None else mesh
     replicas = replica_count(mesh, axis_name)
+    share = _process_share(mesh, replicas)
     if via == "pmap" and (not isinstance(axis_name, str) or mesh.devices.size != replicas):
         raise ValueError(
             f'expected a mesh of one axis for via="pmap", got axes {dict(mesh.shape)} and axis_name={axis_name!r}: '
@@ -167,19 +168,18 @@ def data_parallel(
     # The held-back gradients of a synced step have no output to live on in, the replicated state of an unsynced one
     # is not changed: donating either would only draw a warning, or take the parameters away.
     if via == "pmap":
-        run_synced = drivers.pmap_driver(synced, mesh, axis_name, donate=(0, 1))
-        run_unsynced = drivers.pmap_driver(unsynced, mesh, axis_name, donate=(2,))
+        synced_driver = drivers.pmap_driver(synced, mesh, axis_name, donate=(0, 1))
+        unsynced_driver = drivers.pmap_driver(unsynced, mesh, axis_name, donate=(2,))
     else:
-        run_synced = drivers.shard_map_driver(
+        synced_driver = drivers.shard_map_driver(
             synced, mesh, axis_name, donate=(0, 1), compiler_options=compiler_options
         )
-        run_unsynced = drivers.shard_map_driver(
+        unsynced_driver = drivers.shard_map_driver(
             unsynced, mesh, axis_name, donate=(2,), compiler_options=compiler_options
         )
 
     def arguments(state: TrainState, batch: Any) -> tuple[Any, Any, Any, Any]:
         _check_state(state)
-        share = _process_share(mesh, replicas)
         check_batch(batch, share, num_microbatches, jax.process_count())
         if via == "pmap":
             batch = drivers.split_over_replicas(batch, share)
@@ -189,20 +189,21 @@ def data_parallel(
         return replicated, state.hook_state, state.unreduced, batch
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
-        (new, info), hook_state = run_synced(*arguments(state, batch))
+        (new, info), hook_state = synced_driver.run(*arguments(state, batch))
         return TrainState(*new, hook_state=hook_state, unreduced=None), info
 
     def no_sync_step(state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
-        _, (unreduced, info) = run_unsynced(*arguments(state, batch))
+        _, (unreduced, info) = unsynced_driver.run(*arguments(state, batch))
         return state._replace(unreduced=unreduced), info
 
     def lower(state: TrainState, batch: Any, *, sync: bool = True) -> jax.stages.Lowered:
-        return (run_synced if sync else run_unsynced).lower(*arguments(state, batch))
+        return (synced_driver if sync else unsynced_driver).lower(*arguments(state, batch))
 
     def init(params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
         _check_init(has_model_state, model_state, has_rng, rng)
         the_plan = plan_for(params)
-        params, model_state, rng = replicate((params, model_state, rng), mesh)
+        given = replicate({"params": params, "model_state": model_state, "rng": rng}, mesh, "init arguments")
+        params, model_state, rng = given["params"], given["model_state"], given["rng"]
         everywhere = NamedSharding(mesh, PartitionSpec())
         trainable_params = select_trainable(the_plan, params)
         if mesh.devices.size == replicas:
@@ -213,9 +214,13 @@ def data_parallel(
 
         def stacked_hook_state() -> Any:
             one = reducer_for(the_plan).init(params)
-            return jax.tree.map(lambda x: jnp.broadcast_to(x, (replicas, *jnp.shape(x))), one)
+            return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), one)
 
-        per_replica = NamedSharding(mesh, PartitionSpec(axis_name))
+        if via == "pmap":  # takes and returns this process's replicas only
+            count, holders = share, Mesh(np.array(mesh.local_devices), (axis_name,))
+        else:
+            count, holders = replicas, mesh
+        per_replica = NamedSharding(holders, PartitionSpec(axis_name))
         hook_state = jax.jit(stacked_hook_state, out_shardings=per_replica)()
         return TrainState(step, params, opt_state, model_state, rng, hook_state, None)
 

@@ -1,0 +1,84 @@
+"""An identity whose backward pass reduces: the explicit form of what ``fdp.intercept`` does to a traced gradient.
+
+    forward     params, replicated          ->  params, local
+    backward    local gradients             ->  reduced gradients
+
+Put it where a model reads its parameters, inside a scan body too: there each layer's gradient is reduced in the
+iteration that makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from fdp import compat, jaxprs
+from fdp.compat import AxisName
+
+Tree = TypeVar("Tree")
+
+
+def reduce_in_backward(params: Tree, axis_name: AxisName, reduce: Callable[[Tree], Tree]) -> Tree:
+    """``params``, unchanged; gradients that flow back through it are reduced by ``reduce`` on the way.
+
+    Call it inside ``shard_map`` (check on or off), ``pmap`` or ``vmap(axis_name=...)``, on a whole tree, a subtree or
+    one layer's slice in a scan body; in flax as the ``trans_in_fn`` of ``nn.map_variables``. A parameter that is read
+    in several places must pass through it once, before it is used: each pass reduces what flows through it.
+
+    Args:
+      params: pytree of floating-point parameters. Where JAX tracks varying axes they may be replicated, or local to
+        each replica already; their gradient comes back with the same type.
+      axis_name: mesh axis, or tuple of axes, that ``reduce`` reduces over.
+      reduce: ``gradients -> reduced gradients``, same structure, shapes and dtypes, such as
+        ``lambda g: jax.lax.pmean(g, "data")``.
+
+    Returns:
+      ``params``; local to each replica by type where JAX tracks that, so that JAX does not add a sum of its own.
+
+    Raises:
+      NameError: the axis is not bound.
+      TypeError: a leaf has no gradient (integers, keys), or ``reduce`` changes the structure, a shape or a dtype.
+    """
+    compat.axis_size(axis_name)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not jnp.issubdtype(jax.typeof(leaf).dtype, jnp.inexact):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise TypeError(
+                f"expected floating-point parameters, got {jax.typeof(leaf).str_short()} at {name!r}: pass only the "
+                "part of the tree that is trained."
+            )
+    types = jax.tree.map(jax.typeof, params)
+
+    @jax.custom_vjp
+    def identity(tree: Tree) -> Tree:
+        return compat.varying(tree, axis_name)
+
+    def forward(tree: Tree) -> tuple[Tree, None]:
+        return identity(tree), None
+
+    def backward(_: None, grads: Tree) -> tuple[Tree]:
+        reduced = reduce(grads)
+        _check_same(grads, reduced)
+        return (jax.tree.map(jaxprs.as_varying_as, reduced, types),)
+
+    identity.defvjp(forward, backward)
+    return identity(params)
+
+
+def _check_same(grads: Any, reduced: Any) -> None:
+    """Raises where ``reduce`` returned something else than reduced gradients."""
+    before, after = jax.tree.structure(grads), jax.tree.structure(reduced)
+    if before != after:
+        raise TypeError(f"expected reduce to return the structure it got, {before}, got {after}.")
+    for (path, old), new in zip(
+        jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(reduced), strict=True
+    ):
+        if old.shape != new.shape or old.dtype != new.dtype:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise TypeError(
+                f"expected reduce to keep shapes and dtypes, but at {name!r} it made "
+                f"{new.dtype}{list(new.shape)} of {old.dtype}{list(old.shape)}."
+            )

@@ -1,0 +1,68 @@
+"""One of several processes of tests/test_processes.py: trains, then writes what it ended with."""
+
+import json
+import sys
+import traceback
+
+import jax
+
+case, process, processes, port, out = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5]
+jax.config.update("jax_num_cpu_devices", 8 // processes // 2)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+if processes > 1:
+    jax.distributed.initialize(f"127.0.0.1:{port}", processes, process, initialization_timeout=60)
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+
+import fdp  # noqa: E402
+from tests.models import batches, mlp_loss, mlp_params  # noqa: E402
+from tests.stateful_hook import error_feedback  # noqa: E402
+
+
+def share(batch):
+    return jax.tree.map(lambda x: np.split(x, processes)[process], batch)
+
+
+def train(**options):
+    trainer = fdp.data_parallel(mlp_loss, optax.adam(1e-2), bucket_bytes=1300, **options)
+    # Other values in every process: init must take process 0's.
+    state = trainer.init(mlp_params(seed=process))
+    losses = []
+    for step, batch in enumerate(batches(6)):
+        step_fn = trainer.no_sync_step if step == 3 else trainer.train_step
+        state, info = step_fn(state, share(batch))
+        if step != 3:
+            losses.append(float(info.loss))
+    return {
+        "losses": losses,
+        "params": [np.asarray(x).tolist() for x in jax.tree.leaves(state.params)],
+        "step": int(state.step),
+    }
+
+
+def run():
+    if case in ("shard_map", "pmap"):
+        return train(via=case, num_microbatches=2)
+    if case == "stateful":
+        return {"shard_map": train(hook=error_feedback()), "pmap": train(hook=error_feedback(), via="pmap")}
+    trainer = fdp.data_parallel(mlp_loss, optax.sgd(0.1))
+    params = mlp_params()
+    if case == "shape" and process == 1:
+        params["layer_3"]["kernel"] = jnp.zeros((12, 13))
+    if case == "missing" and process == 1:
+        del params["layer_3"]
+    if case == "dtype" and process == 1:
+        params["layer_5"]["bias"] = params["layer_5"]["bias"].astype(jnp.bfloat16)
+    trainer.init(params)
+    return {"error": None}
+
+
+try:
+    result = run()
+except Exception as error:
+    traceback.print_exc()
+    result = {"error": f"{type(error).__name__}: {error}"}
+with open(out, "w") as file:
+    json.dump(result, file)
