@@ -65,9 +65,17 @@ def accumulate(
     if op not in ("mean", "sum"):
         raise ValueError(f'expected op to be "mean" or "sum", got {op!r}.')
     _check_dtype(dtype)
+    if hasattr(value_and_grad_fn, "with_local"):
+        # fdp.value_and_grad: accumulate what it does before it reduces, then reduce once.
+        local = accumulate(
+            value_and_grad_fn.local, num_microbatches, has_aux=has_aux, op=op, dtype=dtype
+        )
+        return value_and_grad_fn.with_local(local)
 
     def accumulated(params: Any, batch: Any, **keywords: Any) -> Any:
-        def grad_fn(params: Any, microbatch: Any, carry: Any, rng: Any) -> tuple[tuple[Any, Any, Any], Any]:
+        def grad_fn(
+            params: Any, microbatch: Any, carry: Any, rng: Any
+        ) -> tuple[tuple[Any, Any, Any], Any]:
             extra = keywords if rng is None else {**keywords, "rng": rng}
             value, grads = value_and_grad_fn(params, microbatch, **extra)
             value, aux = _split_aux(value, has_aux)
@@ -91,13 +99,17 @@ def accumulate_with_carry(
     _check_dtype(dtype)
     if num_microbatches == 1:
 
-        def single(params: Any, batch: Any, carry: Any, rng: Any) -> tuple[tuple[Any, Any, Any], Any]:
+        def single(
+            params: Any, batch: Any, carry: Any, rng: Any
+        ) -> tuple[tuple[Any, Any, Any], Any]:
             (value, aux, carry), grads = grad_fn(params, batch, carry, _fold(rng, 0))
             return (value, jax.tree.map(lambda x: jnp.asarray(x)[None], aux), carry), grads
 
         return single
 
-    def accumulated(params: Any, batch: Any, carry: Any, rng: Any) -> tuple[tuple[Any, Any, Any], Any]:
+    def accumulated(
+        params: Any, batch: Any, carry: Any, rng: Any
+    ) -> tuple[tuple[Any, Any, Any], Any]:
         batches = split_batch(batch, num_microbatches)
         # jit only so that the scan body and the last microbatch share one trace of the user's function.
         once = jax.jit(grad_fn, inline=True)
@@ -105,7 +117,9 @@ def accumulate_with_carry(
         _, out_avals = _trace_shapes(once, params, _index(batches, 0), carry, _fold(rng, 0))
         (value_aval, _, carry_avals), grad_avals = out_avals
         # The float0 "gradient" of an integer (allow_int=True) has nothing to add up: None stands for its sum.
-        sums = jax.tree.map(lambda x: None if x.dtype == jax.dtypes.float0 else _zeros(x, dtype), grad_avals)
+        sums = jax.tree.map(
+            lambda x: None if x.dtype == jax.dtypes.float0 else _zeros(x, dtype), grad_avals
+        )
         carry = jax.tree.map(_match_varying, carry, carry_avals)
 
         def body(loop: Any, scanned: Any) -> tuple[Any, Any]:
@@ -116,10 +130,14 @@ def accumulate_with_carry(
 
         scanned = (jnp.arange(last), _index(batches, slice(0, last)))
         (carry, total, sums), aux = lax.scan(body, (carry, _zeros(value_aval, None), sums), scanned)
-        (value, last_aux, carry), grads = once(params, _index(batches, last), carry, _fold(rng, last))
+        (value, last_aux, carry), grads = once(
+            params, _index(batches, last), carry, _fold(rng, last)
+        )
         aux = jax.tree.map(lambda many, one: jnp.concatenate([many, one[None]]), aux, last_aux)
         divide_by = num_microbatches if op == "mean" else 1
-        grads = _map_sums(lambda s, g: g if s is None else ((s + g) / divide_by).astype(g.dtype), sums, grads)
+        grads = _map_sums(
+            lambda s, g: g if s is None else ((s + g) / divide_by).astype(g.dtype), sums, grads
+        )
         return ((total + value) / divide_by, aux, carry), grads
 
     return accumulated
@@ -132,7 +150,9 @@ def check_num_microbatches(count: Any) -> None:
             f"expected num_microbatches to be a whole number, got {count!r} of type {type(count).__name__}."
         )
     if count < 1:
-        raise ValueError(f"expected num_microbatches to be at least 1, got {count}: 1 does not accumulate.")
+        raise ValueError(
+            f"expected num_microbatches to be at least 1, got {count}: 1 does not accumulate."
+        )
 
 
 def _check_dtype(dtype: Any) -> None:

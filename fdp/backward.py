@@ -9,6 +9,7 @@ iteration that makes it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -17,12 +18,18 @@ import jax.numpy as jnp
 
 from fdp import compat, jaxprs
 from fdp.compat import AxisName
+from fdp.reduce import reduce_gradients
 
 Tree = TypeVar("Tree")
 
 
-def reduce_in_backward(params: Tree, axis_name: AxisName, reduce: Callable[[Tree], Tree]) -> Tree:
-    """``params``, unchanged; gradients that flow back through it are reduced by ``reduce`` on the way.
+def reduce_in_backward(
+    params: Tree,
+    axis_name: AxisName,
+    reduce: Callable[[Tree], Tree] | None = None,
+    **options: Any,
+) -> Tree:
+    """``params``, unchanged; gradients that flow back through it are reduced on the way.
 
     Call it inside ``shard_map`` (check on or off), ``pmap`` or ``vmap(axis_name=...)``, on a whole tree, a subtree or
     one layer's slice in a scan body; in flax as the ``trans_in_fn`` of ``nn.map_variables``. A parameter that is read
@@ -33,7 +40,8 @@ def reduce_in_backward(params: Tree, axis_name: AxisName, reduce: Callable[[Tree
         each replica already; their gradient comes back with the same type.
       axis_name: mesh axis, or tuple of axes, that ``reduce`` reduces over.
       reduce: ``gradients -> reduced gradients``, same structure, shapes and dtypes, such as
-        ``lambda g: jax.lax.pmean(g, "data")``.
+        ``lambda g: jax.lax.pmean(g, "data")``; ``fdp.reduce_gradients`` with ``options`` by default.
+      **options: ``plan``, ``hook``, ``schedule``, ``pack``, ``op`` of ``fdp.reduce_gradients``.
 
     Returns:
       ``params``; local to each replica by type where JAX tracks that, so that JAX does not add a sum of its own.
@@ -43,6 +51,12 @@ def reduce_in_backward(params: Tree, axis_name: AxisName, reduce: Callable[[Tree
       TypeError: a leaf has no gradient (integers, keys), or ``reduce`` changes the structure, a shape or a dtype.
     """
     compat.axis_size(axis_name)
+    if reduce is not None and options:
+        raise TypeError(
+            f"expected reduce or options of fdp.reduce_gradients, got both (reduce and {', '.join(sorted(options))})."
+        )
+    if reduce is None:
+        reduce = functools.partial(reduce_gradients, axis_name=axis_name, **options)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not jnp.issubdtype(jax.typeof(leaf).dtype, jnp.inexact):
             name = jax.tree_util.keystr(path, simple=True, separator="/")

@@ -56,13 +56,20 @@ def axis_size(axis_name: AxisName) -> int:
         ) from error
 
 
-def tracks_varying(axis_name: AxisName) -> bool:
-    """Whether the code runs where JAX tracks varying axes (``shard_map`` with the check on).
+def tracked_axes(axis_name: AxisName) -> tuple[Hashable, ...]:
+    """Those names of ``axis_name`` along which JAX tracks varying values (``shard_map`` with the check on).
 
-    ``axis_index`` differs on every replica by definition, so its type tells. On an axis of size one JAX can
-    be configured to forget the axis; nothing is lost, because there is nothing to reduce.
+    ``axis_index`` differs on every replica by definition, so its type tells. A ``vmap`` inside a ``shard_map`` has
+    an axis of each kind. On an axis of size one JAX can be configured to forget the axis; nothing is lost, because
+    there is nothing to reduce.
     """
-    return any(name in varying_axes(lax.axis_index(name)) for name in axis_names(axis_name))
+    names = axis_names(axis_name)
+    return tuple(name for name in names if name in varying_axes(lax.axis_index(name)))
+
+
+def tracks_varying(axis_name: AxisName) -> bool:
+    """Whether JAX tracks varying values along any of the names."""
+    return bool(tracked_axes(axis_name))
 
 
 def varying(tree: Tree, axis_name: AxisName) -> Tree:
@@ -73,9 +80,9 @@ def varying(tree: Tree, axis_name: AxisName) -> Tree:
     ``vmap``, ``check_vma=False``) gradients are local anyway and this returns ``tree`` as it is.
     ``jax.lax.pcast`` alone is not idempotent and fails under ``vmap``; this is safe to call anywhere.
     """
-    if not tracks_varying(axis_name):
+    names = tracked_axes(axis_name)
+    if not names:
         return tree
-    names = axis_names(axis_name)
 
     def cast(x: Any) -> Any:
         missing = tuple(name for name in names if name not in varying_axes(x))

@@ -1,23 +1,36 @@
 """Data dependencies between collectives that survive every XLA backend.
 
-XLA merges independent all-reduces and reorders what it may. ``lax.optimization_barrier`` is erased on CPU before
-the combiner runs, and dropped elsewhere when its extra output is unused. What no compiler can undo is a value that
-is needed: ``token_of`` makes a scalar out of buffers, ``tie`` makes other buffers need that scalar, without changing
-one bit of them:
+XLA merges independent all-reduces and reorders what it may. What no compiler can undo is a value that is needed:
+``token_of`` makes a scalar out of buffers that exist, ``tie`` makes other buffers need that scalar, without changing
+one bit of them. How it is done decides what it costs, so each platform has its own form:
 
-    g[0] <- where(token > inf, 0, g[0])         never true, also for NaN, and XLA does not know it
+=======  =========  ==================================================================================================
+form     where      what it is
+=======  =========  ==================================================================================================
+corner   CPU, GPU   ``g[0] <- where(token > inf, 0, g[0])``, written in place. Never true, also for NaN, and XLA does
+                    not know it. The matmul or copy that makes ``g`` does not wait, only what reads ``g`` does.
+barrier  TPU, one   ``g, token = optimization_barrier(g, token)``: moves no byte and waits for nothing but the
+         buffer     collective. It holds only while its token is needed too: ``thread`` hands it to the next tie.
+where    TPU, else  ``where(token > inf, 0, g)`` on all of ``g``. XLA fuses it into the matmul that makes ``g``: nothing
+                    is read or written again, but that matmul waits for the token.
+=======  =========  ==================================================================================================
 
-Only one element per buffer is touched: the buffer's producer (a matmul, the packing copy) does not wait for the
-token, only the collective that reads the buffer does, and nothing but that element is read or written again.
+The barrier is erased on CPU before collectives are merged. The corner's in-place write stops XLA's TPU compiler from
+reusing memory. ``where`` is a kernel of its own on GPU. On TPU, several buffers are one synchronous all-reduce that
+no matmul can run beside, so there is no overlap for ``where`` to lose. Figures: ``fdp.pack``.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from fdp import compat
 
 
 def token_of(buffers: Sequence[jax.Array]) -> jax.Array | None:
@@ -25,26 +38,45 @@ def token_of(buffers: Sequence[jax.Array]) -> jax.Array | None:
 
     Every buffer takes part: were one left out, XLA's combiner could merge it with a later bucket.
     """
-    scalars = [_first(buffer) for buffer in buffers if buffer.size]
-    if not scalars:
-        return None
-    return scalars[0] if len(scalars) == 1 else jnp.sum(jnp.stack(scalars))
-
-
-def tie(buffers: Sequence[jax.Array], token: jax.Array | None) -> tuple[jax.Array, ...]:
-    """``buffers``, bit for bit, but not before ``token`` exists."""
-    if token is None:
-        return tuple(buffers)
-    never = token > jnp.inf
-    return tuple(_tie_one(buffer, never) for buffer in buffers)
+    return join([_first(buffer) for buffer in buffers if buffer.size])
 
 
 def join(tokens: Sequence[jax.Array | None]) -> jax.Array | None:
-    """One token for several."""
+    """One token for several: it exists once all of them do."""
     there = [token for token in tokens if token is not None]
-    if not there:
-        return None
-    return there[0] if len(there) == 1 else jnp.sum(jnp.stack(there))
+    return functools.reduce(operator.add, there) if there else None
+
+
+def tie(buffers: Sequence[jax.Array], token: jax.Array | None) -> tuple[jax.Array, ...]:
+    """``buffers``, bit for bit, but not before ``token`` exists.
+
+    Use it for the last link of a chain, and ``thread`` for all others.
+    """
+    if token is None:
+        return tuple(buffers)
+    never = token > jnp.inf
+    # One buffer may be reduced asynchronously, and its matmul must not wait for the token.
+    write = _where if compat.platform() == "tpu" and len(buffers) > 1 else _corner
+    return tuple(write(buffer, never) if buffer.size else buffer for buffer in buffers)
+
+
+def thread(
+    buffers: Sequence[jax.Array], token: jax.Array | None
+) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    """``tie`` for a link of a chain with another after it; costs less where a barrier can be used.
+
+    Args:
+      buffers: what must wait.
+      token: what they wait for.
+
+    Returns:
+      The buffers, and a token that must become part of the token of a later ``tie`` or ``thread`` (``join`` it), or the
+      compiler drops this dependency; None where nothing is to be handed on.
+    """
+    if token is None or compat.platform() != "tpu" or sum(1 for b in buffers if b.size) != 1:
+        return tie(buffers, token), None
+    *held, passed = lax.optimization_barrier((*buffers, token))
+    return tuple(held), passed
 
 
 def _first(buffer: jax.Array) -> jax.Array:
@@ -52,9 +84,11 @@ def _first(buffer: jax.Array) -> jax.Array:
     return jnp.real(corner).astype(jnp.float32)
 
 
-def _tie_one(buffer: jax.Array, never: jax.Array) -> jax.Array:
-    if not buffer.size:
-        return buffer
+def _corner(buffer: jax.Array, never: jax.Array) -> jax.Array:
     corner = lax.slice(buffer, (0,) * buffer.ndim, (1,) * buffer.ndim)
     kept = jnp.where(never, jnp.zeros_like(corner), corner)
     return lax.dynamic_update_slice(buffer, kept, (0,) * buffer.ndim)
+
+
+def _where(buffer: jax.Array, never: jax.Array) -> jax.Array:
+    return jnp.where(never, jnp.zeros_like(buffer), buffer)

@@ -55,11 +55,15 @@ def shard_map_driver(
         # With one replica nothing is reduced, so nothing could tell JAX that a result is replicated.
         check_vma=replica_count(mesh, axis_name) > 1,
     )
-    jitted = jax.jit(mapped, donate_argnums=donate, compiler_options=dict(compiler_options or {}) or None)
+    jitted = jax.jit(
+        mapped, donate_argnums=donate, compiler_options=dict(compiler_options or {}) or None
+    )
     return Driver(jitted, jitted.lower)
 
 
-def pmap_driver(fn: ReplicaFn, mesh: Mesh, axis_name: AxisName, *, donate: tuple[int, ...]) -> Driver:
+def pmap_driver(
+    fn: ReplicaFn, mesh: Mesh, axis_name: AxisName, *, donate: tuple[int, ...]
+) -> Driver:
     """``jax.pmap`` over the mesh's devices; batch leaves must come as ``[replicas, examples / replicas, ...]``.
 
     Replicated trees are ordinary arrays here too, without a device axis.

@@ -26,7 +26,9 @@ def canonical_loss(
     returns = ["loss"] + ["model_state"] * has_model_state + ["aux"] * has_aux
     form = returns[0] if len(returns) == 1 else f"({', '.join(returns)})"
 
-    def loss(params: Any, batch: Any, model_state: Any, rng: Any) -> tuple[jax.Array, tuple[Any, Any]]:
+    def loss(
+        params: Any, batch: Any, model_state: Any, rng: Any
+    ) -> tuple[jax.Array, tuple[Any, Any]]:
         keywords: dict[str, Any] = {}
         if has_model_state:
             keywords["model_state"] = model_state

@@ -16,11 +16,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
 
 from fdp import compat
 from fdp.plan import Bucket
 
 Buffers = tuple[jax.Array, ...]
+
+# Up to here the copy into a flat buffer costs a TPU less than a synchronous all-reduce does.
+FLAT_ON_TPU_BYTES = 2**20
 
 
 class Packing(NamedTuple):
@@ -69,16 +73,45 @@ def leaves() -> Packing:
     return Packing("leaves", identity, identity)
 
 
-def auto() -> Packing:
-    """``flat`` or ``leaves``, whichever was measured better on the platform the program is compiled for."""
+def auto(platform: str | None = None) -> Packing:
+    """``flat`` or ``leaves``, whichever was measured better on the platform the program is compiled for.
 
-    def chosen() -> Packing:
-        return flat() if compat.platform() == "cpu" else leaves()
+    ========  ========================================================================================
+    CPU, GPU  ``flat``
+    TPU       ``flat`` for buckets of up to ``FLAT_ON_TPU_BYTES``, ``leaves`` for larger ones
+    ========  ========================================================================================
+
+    Where another mesh axis is left to XLA's partitioner (``shard_map(axis_names=...)``), ``leaves``: a leaf may be
+    sharded along it, and one flat buffer would gather it.
+
+    Args:
+      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``; found out when traced if not given.
+    """
+
+    def chosen(bucket: Bucket) -> Packing:
+        if _has_automatic_axes():
+            return leaves()
+        on_tpu = (platform or compat.platform()) == "tpu"
+        return leaves() if on_tpu and bucket.nbytes > FLAT_ON_TPU_BYTES else flat()
 
     def pack(bucket: Bucket, arrays: Sequence[jax.Array]) -> Buffers:
-        return chosen().pack(bucket, arrays)
+        return chosen(bucket).pack(bucket, arrays)
 
     def unpack(bucket: Bucket, buffers: Buffers) -> tuple[jax.Array, ...]:
-        return chosen().unpack(bucket, buffers)
+        return chosen(bucket).unpack(bucket, buffers)
 
     return Packing("auto", pack, unpack)
+
+
+def count_buffers(packing: Packing, bucket: Bucket) -> int:
+    """Buffers that ``packing`` makes of ``bucket``. Allocates nothing."""
+    shapes = [jax.ShapeDtypeStruct(shape, bucket.dtype) for shape in bucket.shapes]
+    return len(jax.eval_shape(lambda arrays: packing.pack(bucket, arrays), shapes))
+
+
+def _has_automatic_axes() -> bool:
+    mesh = jax.sharding.get_abstract_mesh()
+    return any(
+        kind != AxisType.Manual and size > 1
+        for kind, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True)
+    ) and any(kind == AxisType.Manual for kind in mesh.axis_types)

@@ -15,7 +15,7 @@ import dataclasses
 import hashlib
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -182,11 +182,10 @@ def plan_buckets(
         )
     keep = _trainable_flags(with_paths, treedef, trainable)
     leaves = tuple(
-        _leaf_spec(path, leaf, planned) for (path, leaf), planned in zip(with_paths, keep, strict=True)
+        _leaf_spec(path, leaf, planned)
+        for (path, leaf), planned in zip(with_paths, keep, strict=True)
     )
-    groups = _assign(
-        leaves, _order_indices(order, len(leaves)), bucket_bytes, first_bucket_bytes
-    )
+    groups = _assign(leaves, _order_indices(order, len(leaves)), bucket_bytes, first_bucket_bytes)
     buckets = tuple(make_bucket(leaves, group) for group in groups)
     return BucketPlan(buckets, leaves, treedef, bucket_bytes, first_bucket_bytes)
 
@@ -201,6 +200,15 @@ def make_bucket(leaves: Sequence[LeafSpec], indices: Sequence[int]) -> Bucket:
         dtype=chosen[0].dtype,
         nbytes=sum(leaf.nbytes for leaf in chosen),
     )
+
+
+def without(plan: BucketPlan, leaf_indices: Collection[int]) -> BucketPlan:
+    """``plan`` with these leaves taken out of its buckets (they are reduced elsewhere); empty buckets are dropped."""
+    if not leaf_indices:
+        return plan
+    kept = [[i for i in bucket.leaf_indices if i not in leaf_indices] for bucket in plan.buckets]
+    buckets = tuple(make_bucket(plan.leaves, indices) for indices in kept if indices)
+    return dataclasses.replace(plan, buckets=buckets)
 
 
 def path_string(path: Any) -> str:

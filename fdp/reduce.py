@@ -1,31 +1,25 @@
-"""Gradients, one bucket at a time: from the leaf to the wire and back.
+"""Reducing gradients that exist: the drop-in for ``pmean``, and the same as an optax transformation.
 
-    leaf gradients --pack--> buffers --tie--> (wait for earlier launches) --hook--> reduced buffers --unpack--> leaves
-                                                        ^                                 |
-                                                        +------------- token -------------+
-
-``reduce_gradients`` is the drop-in for ``jax.lax.pmean``; ``bucketed`` is the same as an optax transformation;
-``make_reducer`` is what both, and the step builder, are made of.
+``reduce_gradients`` and ``bucketed`` are ``make_reducer``: a plan and a wire (``fdp.wire``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import optax
-from jax import lax
 
-from fdp import compat, dependency, hooks, pack as packings, schedules
+from fdp import compat, schedules, wire
 from fdp.compat import AxisName
-from fdp.hooks import BucketView, CommHook
+from fdp.hooks import CommHook
 from fdp.pack import Packing
 from fdp.plan import BucketPlan, flatten_like_plan, plan_buckets
 from fdp.schedules import Schedule
+from fdp.wire import HookStates
 
 Tree = TypeVar("Tree")
-ReducerState = tuple[Any, ...]
 
 
 class Reducer(NamedTuple):
@@ -38,8 +32,8 @@ class Reducer(NamedTuple):
       plan: ``params -> BucketPlan``: the plan these functions use for such a tree.
     """
 
-    init: Callable[[Any], ReducerState]
-    update: Callable[..., tuple[Any, ReducerState]]
+    init: Callable[[Any], HookStates]
+    update: Callable[..., tuple[Any, HookStates]]
     plan: Callable[[Any], BucketPlan]
 
 
@@ -52,99 +46,49 @@ def make_reducer(
     pack: Packing | None = None,
     op: str = "mean",
 ) -> Reducer:
-    """Puts plan, hook, schedule and packing together. Arguments as for ``reduce_gradients``."""
-    hook = _member("hook", hook, CommHook, hooks.all_reduce, "fdp.hooks.all_reduce()")
-    schedule = _member("schedule", schedule, Schedule, schedules.ordered, "fdp.schedules.ordered()")
-    if op not in ("mean", "sum"):
-        raise ValueError(f'expected op to be "mean" or "sum", got {op!r}.')
-    if plan is not None and not isinstance(plan, BucketPlan):
-        raise TypeError(
-            f"expected plan to be a BucketPlan, got {type(plan).__name__}: make it with fdp.plan_buckets(params)."
-        )
-    packing = _member("pack", pack, Packing, packings.auto, "fdp.pack.flat()")
+    """Puts plan, hook, schedule and packing together. Arguments and errors as for ``reduce_gradients``."""
+    the_wire = wire.make_wire(axis_name, hook=hook, schedule=schedule, pack=pack, op=op)
+    check_plan(plan)
 
     def plan_for(params: Any) -> BucketPlan:
         return plan_buckets(params) if plan is None else plan
 
-    def init(params: Any) -> ReducerState:
-        launches = schedules.check_launches(schedule, plan_for(params))
-        return tuple(hook.init(launch.bucket) for launch in launches)
+    def init(params: Any) -> HookStates:
+        launches = schedules.check_launches(the_wire.schedule, plan_for(params))
+        return tuple(the_wire.hook.init(launch.bucket) for launch in launches)
 
     def update(
-        grads: Tree, state: ReducerState, *, after: jax.Array | None = None
-    ) -> tuple[Tree, ReducerState]:
+        grads: Any, state: HookStates, *, after: jax.Array | None = None
+    ) -> tuple[Any, HookStates]:
         size = compat.axis_size(axis_name)
         the_plan = plan_for(grads)
         leaves = flatten_like_plan(the_plan, grads)
-        _refuse_already_summed(the_plan, leaves, axis_name)
-        launches = schedules.check_launches(schedule, the_plan)
+        gradients = {i: leaves[i] for bucket in the_plan.buckets for i in bucket.leaf_indices}
+        wire.refuse_already_summed(the_wire, the_plan, gradients)
+        launches = schedules.check_launches(the_wire.schedule, the_plan)
         if len(state) != len(launches):
             raise ValueError(
-                f"expected one hook state per launch ({len(launches)} under schedule {schedule.name!r}), got "
-                f"{len(state)}: make the state with init(params) of the same reducer, plan and schedule."
+                f"expected one hook state per launch ({len(launches)} under schedule "
+                f"{the_wire.schedule.name!r}), got {len(state)}: make the state with init(params) of the same "
+                "reducer, plan and schedule."
             )
         if size == 1:
-            return jax.tree.unflatten(the_plan.treedef, _alone(the_plan, leaves, axis_name)), state
-        reduced, new_state = _run(launches, leaves, state, hook, packing, axis_name, size, op, after)
-        return jax.tree.unflatten(the_plan.treedef, reduced), new_state
+            reduced = wire.alone(the_wire, gradients)
+        else:
+            sent = wire.send(the_wire, launches, gradients, wire.nothing_sent(state), after=after)
+            reduced, state = sent.reduced, sent.states
+        out = [reduced.get(index, leaf) for index, leaf in enumerate(leaves)]
+        return jax.tree.unflatten(the_plan.treedef, out), state
 
     return Reducer(init, update, plan_for)
 
 
-def _run(
-    launches: Sequence[schedules.Launch],
-    leaves: Sequence[Any],
-    states: ReducerState,
-    hook: CommHook,
-    packing: Packing,
-    axis_name: AxisName,
-    size: int,
-    op: str,
-    after: jax.Array | None,
-) -> tuple[list[Any], ReducerState]:
-    """Every launch in turn: pack, wait, cross the axis, unpack."""
-    out = list(leaves)
-    tokens: list[jax.Array | None] = []
-    new_states: list[Any] = []
-    for k, (launch, state) in enumerate(zip(launches, states, strict=True)):
-        bucket = launch.bucket
-        waits_for = [tokens[j] for j in launch.after] if launch.after else [after]
-        if launch.after_backward:
-            waits_for.append(dependency.token_of([leaves[i] for b in launches for i in b.bucket.leaf_indices]))
-        buffers = packing.pack(bucket, [leaves[i] for i in bucket.leaf_indices])
-        waited_for = dependency.join(waits_for)
-        buffers = dependency.tie(buffers, waited_for)
-        view = BucketView(bucket, k, k == len(launches) - 1, axis_name, size, op)
-        reduced, new_state = hook.reduce(buffers, state, view)
-        _check_reduced(hook, view, buffers, reduced)
-        token = dependency.token_of(reduced)
-        # A bucket without elements has no token of its own, and must not break the chain it is a link of.
-        tokens.append(waited_for if token is None else token)
-        new_states.append(new_state)
-        for index, leaf in zip(bucket.leaf_indices, packing.unpack(bucket, reduced), strict=True):
-            out[index] = leaf
-    return out, tuple(new_states)
-
-
-def _check_reduced(hook: CommHook, view: BucketView, given: Sequence[Any], reduced: Sequence[Any]) -> None:
-    """Raises where a hook returned other shapes or dtypes than it got: they would go on into the gradients."""
-    expected = [f"{x.dtype.name}{list(x.shape)}" for x in given]
-    got = [f"{x.dtype.name}{list(x.shape)}" for x in reduced]
-    if expected != got:
-        raise ValueError(
-            f"expected hook {hook.name!r} to return the shapes and dtypes it was given, {expected} for bucket "
-            f"{view.index} (first leaf {view.bucket.paths[0]!r}), got {got}: let reduce cast and reshape them back."
+def check_plan(plan: Any) -> None:
+    """Raises unless ``plan`` is a plan, or None."""
+    if plan is not None and not isinstance(plan, BucketPlan):
+        raise TypeError(
+            f"expected plan to be a BucketPlan, got {type(plan).__name__}: make it with fdp.plan_buckets(params)."
         )
-
-
-def _alone(plan: BucketPlan, leaves: Sequence[Any], axis_name: AxisName) -> list[Any]:
-    """One replica: nothing to reduce and nothing to pack; only the type may have to say "replicated"."""
-    out = list(leaves)
-    if compat.tracks_varying(axis_name):
-        for bucket in plan.buckets:
-            for index in bucket.leaf_indices:
-                out[index] = lax.psum(leaves[index], axis_name)
-    return out
 
 
 def reduce_gradients(
@@ -206,7 +150,7 @@ def reduce_gradients(
 class BucketedState(NamedTuple):
     """State of ``bucketed``: one hook state per launch. Belongs to one replica."""
 
-    hook_states: ReducerState
+    hook_states: HookStates
 
 
 def bucketed(
@@ -233,34 +177,3 @@ def bucketed(
         return reduced, BucketedState(hook_states)
 
     return optax.GradientTransformation(init, update)
-
-
-def _member(name: str, value: Any, kind: Any, default: Callable[[], Any], example: str) -> Any:
-    """An argument of an open family; the likeliest slip is to pass the factory instead of its result."""
-    if value is None:
-        return default()
-    if isinstance(value, kind):
-        return value
-    hint = f"call it: {example}" if callable(value) else f"for example {example}"
-    raise TypeError(f"expected {name} to be a {kind.__name__}, got {value!r}: {hint}.")
-
-
-def _refuse_already_summed(plan: BucketPlan, leaves: Sequence[Any], axis_name: AxisName) -> None:
-    """Raises where JAX's own type says that a gradient no longer differs between replicas."""
-    if not compat.tracks_varying(axis_name):
-        return
-    names = set(compat.axis_names(axis_name))
-    summed = [
-        plan.leaves[i].path
-        for bucket in plan.buckets
-        for i in bucket.leaf_indices
-        if not names <= compat.varying_axes(leaves[i])
-    ]
-    if summed:
-        raise ValueError(
-            f"expected gradients that differ per replica over axis {axis_name!r}, but JAX has already summed "
-            f"{len(summed)} of them, the first at {summed[0]!r}: inside a checked jax.shard_map the gradient of "
-            "replicated params is summed over the axis by JAX itself, and reducing it again would make it "
-            f"wrong. Differentiate with respect to local params: params = fdp.varying(params, {axis_name!r}) "
-            "before jax.grad. (Already reduced gradients need no second reduction.)"
-        )

@@ -100,7 +100,9 @@ def first_difference(described: list[list[str]], what: str) -> str:
 def _broadcast(tree: Any) -> Any:
     """Process 0's values of every leaf that is local; arrays that span processes are consistent already."""
     leaves, treedef = jax.tree.flatten(tree)
-    local = [i for i, x in enumerate(leaves) if not isinstance(x, jax.Array) or x.is_fully_addressable]
+    local = [
+        i for i, x in enumerate(leaves) if not isinstance(x, jax.Array) or x.is_fully_addressable
+    ]
 
     def raw(x: Any) -> Any:
         is_key = isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
@@ -110,5 +112,7 @@ def _broadcast(tree: Any) -> Any:
     for i, value in zip(local, values, strict=True):
         x = leaves[i]
         is_key = isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-        leaves[i] = jax.random.wrap_key_data(value, impl=jax.random.key_impl(x)) if is_key else value
+        leaves[i] = (
+            jax.random.wrap_key_data(value, impl=jax.random.key_impl(x)) if is_key else value
+        )
     return jax.tree.unflatten(treedef, leaves)

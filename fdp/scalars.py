@@ -34,7 +34,11 @@ def reduce_small(tree: Any, how: Any, axis_name: AxisName, axis_size: int) -> An
     terms: list[jax.Array] = []
     for index, (leaf, rule) in enumerate(zip(leaves, rules, strict=True)):
         x = jax.random.key_data(leaf) if _is_key(leaf) else _widen(leaf)
-        wire = jnp.promote_types(x.dtype, jnp.float32) if jnp.issubdtype(x.dtype, jnp.inexact) else x.dtype
+        wire = (
+            jnp.promote_types(x.dtype, jnp.float32)
+            if jnp.issubdtype(x.dtype, jnp.inexact)
+            else x.dtype
+        )
         x = x.astype(wire)
         if rule == "first":
             x = jnp.where(is_first, x, jnp.zeros_like(x))

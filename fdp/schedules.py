@@ -38,10 +38,12 @@ class Schedule(NamedTuple):
     Attributes:
       name: for reports.
       launches: ``plan -> (Launch, ...)``; ``after`` may only point backwards.
+      in_loops: whether gradients that a loop makes slice by slice may be reduced inside it, before the loop is done.
     """
 
     name: str
     launches: Callable[[BucketPlan], tuple[Launch, ...]]
+    in_loops: bool = True
 
 
 def ordered(window: int = 1) -> Schedule:
@@ -84,7 +86,7 @@ def serialized() -> Schedule:
             for k, bucket in enumerate(plan.buckets)
         )
 
-    return Schedule("serialized", launches)
+    return Schedule("serialized", launches, in_loops=False)
 
 
 def fused() -> Schedule:
@@ -97,7 +99,7 @@ def fused() -> Schedule:
         merged = (make_bucket(plan.leaves, indices) for indices in by_dtype.values())
         return tuple(Launch(bucket) for bucket in merged)
 
-    return Schedule("fused", launches)
+    return Schedule("fused", launches, in_loops=False)
 
 
 def unordered() -> Schedule:

@@ -1,10 +1,10 @@
 """One training step as one replica sees it: pure, inside the mesh axis, the same under shard_map and pmap.
 
-    state.params --varying--> params that belong to this replica
-    batch share  --accumulate--> loss, aux, model state, gradients          local, in ready order
-    loss, aux, model state --reduce_small--> replicated                     one small collective, behind the forward
-    gradients --reducer, bucket by bucket--> replicated                     overlapping the backward
-    replicated gradients --optimizer--> new params
+state.params --varying--> params that belong to this replica
+batch share  --accumulate--> loss, aux, model state, gradients          local, in ready order
+loss, aux, model state --reduce_small--> replicated                     one small collective, behind the forward
+gradients --wire, bucket by bucket--> replicated                        overlapping the backward, in loops too
+replicated gradients --optimizer--> new params
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from fdp import compat, dependency, scalars
+from fdp import birth, compat, dependency, scalars
 from fdp.accumulate import accumulate_with_carry
+from fdp.birth import Born
 from fdp.compat import AxisName
 from fdp.loss import CanonicalLoss
 from fdp.plan import BucketPlan, path_string
-from fdp.reduce import Reducer
 from fdp.state import StepInfo, Unreduced
+from fdp.wire import Wire
 
 
 class Replicated(NamedTuple):
@@ -47,62 +48,98 @@ class StepConfig:
     num_microbatches: int
     accumulate_dtype: Any
     op: str
-    plan_for: Callable[[Any], BucketPlan]
-    reducer_for: Callable[[BucketPlan], Reducer]
+    wire: Wire
+    plan_for: Callable[[Any, Any], BucketPlan]
+    in_loops: bool | None
+    record: Callable[[Born], Any] = lambda born: None
 
 
 def synced_step(
     config: StepConfig, state: Replicated, hook_state: Any, unreduced: Unreduced | None, batch: Any
 ) -> tuple[Replicated, Any, StepInfo]:
     """Reduces this step's gradients, plus what ``unreduced`` holds, and updates the parameters."""
-    plan = config.plan_for(state.params)
-    reducer = config.reducer_for(plan)
-    trainable = select_trainable(plan, state.params)
+    base = config.plan_for(state.params, None)
+    trainable = select_trainable(base, state.params)
     _check_opt_state(config.optimizer, trainable, state.opt_state)
-    (loss, aux, model_state), grads = _local_gradients(config, plan, state, unreduced, batch)
-    if unreduced is not None:
-        grads = jax.tree.map(jnp.add, unreduced.grads, grads)
+    planned = [i for i, spec in enumerate(base.leaves) if spec.planned]
+
+    def plan_for(order: tuple[int, ...]) -> BucketPlan:
+        ready = [planned[i] for i in order]
+        return config.plan_for(state.params, [*ready, *base.excluded])
+
+    stateful = bool(jax.tree.leaves(hook_state))
+    born = birth.compute(
+        config.wire,
+        lambda *args: _local_gradients(config, base, *args),
+        _local_arguments(config, state, unreduced, batch),
+        (lambda order: base) if stateful else plan_for,
+        hook_state if stateful else None,
+        in_loops=compat.platform() != "cpu" if config.in_loops is None else config.in_loops,
+    )
+    config.record(born)
+    loss, aux, model_state = born.outputs
     size = compat.axis_size(config.axis_name)
-    small = (loss, aux, model_state)
-    how = (config.op, jax.tree.map(scalars.mean_or_sum, aux), jax.tree.map(scalars.mean_or_first, model_state))
-    loss, aux, model_state = scalars.reduce_small(small, how, config.axis_name, size)
+    how = (
+        config.op,
+        jax.tree.map(scalars.mean_or_sum, aux),
+        jax.tree.map(scalars.mean_or_first, model_state),
+    )
+    loss, aux, model_state = scalars.reduce_small(born.outputs, how, config.axis_name, size)
     # The loss exists before the backward starts: its reduction goes first, hidden behind the backward, and
     # is part of the one order in which all replicas communicate.
-    token = dependency.token_of([loss]) if size > 1 else None
-    grads, hook_state = reducer.update(grads, hook_state, after=token)
+    reduced, new_hook_state = birth.finish(
+        config.wire, born, after=dependency.token_of([loss]) if size > 1 else None
+    )
+    grads = jax.tree.unflatten(base.treedef, [reduced.get(i) for i in range(len(base.leaves))])
     updates, opt_state = optax.with_extra_args_support(config.optimizer).update(
         grads, state.opt_state, trainable, value=loss
     )
-    params = merge_frozen(plan, optax.apply_updates(trainable, updates), state.params)
+    params = merge_frozen(base, optax.apply_updates(trainable, updates), state.params)
     new_state = Replicated(state.step + 1, params, opt_state, model_state, state.rng)
-    return new_state, hook_state, StepInfo(loss, aux)
+    return new_state, new_hook_state if stateful else hook_state, StepInfo(loss, aux)
 
 
 def unsynced_step(
     config: StepConfig, state: Replicated, unreduced: Unreduced | None, batch: Any
 ) -> tuple[Unreduced, StepInfo]:
     """Adds this step's gradients to what is held back. No collective."""
-    plan = config.plan_for(state.params)
-    (loss, aux, model_state), grads = _local_gradients(config, plan, state, unreduced, batch)
-    count = jnp.ones((), jnp.int32)
-    if unreduced is not None:
-        grads = jax.tree.map(jnp.add, unreduced.grads, grads)
-        count += unreduced.count
+    base = config.plan_for(state.params, None)
+    arguments = _local_arguments(config, state, unreduced, batch)
+    (loss, aux, model_state), leaves = _local_gradients(config, base, *arguments)
+    planned = iter(leaves)
+    grads = jax.tree.unflatten(
+        base.treedef, [next(planned) if spec.planned else None for spec in base.leaves]
+    )
+    count = jnp.ones((), jnp.int32) + (0 if unreduced is None else unreduced.count)
     return Unreduced(count, grads, model_state), StepInfo(loss, aux)
 
 
-def _local_gradients(
-    config: StepConfig, plan: BucketPlan, state: Replicated, unreduced: Unreduced | None, batch: Any
-) -> tuple[tuple[Any, Any, Any], Any]:
-    """((loss, aux, model state), gradients) of this replica's share of the batch."""
+def _local_arguments(
+    config: StepConfig, state: Replicated, unreduced: Unreduced | None, batch: Any
+) -> tuple[Any, Any, Any, Any, Any]:
+    """Arguments of ``_local_gradients``, all of them this replica's own."""
     axis = config.axis_name
-    params = compat.varying(state.params, axis)
     held_back = 0 if unreduced is None else unreduced.count
     model_state = state.model_state if unreduced is None else unreduced.model_state
     rng = None
     if state.rng is not None:
         per_step = jax.random.fold_in(jax.random.fold_in(state.rng, state.step), held_back)
         rng = jax.random.fold_in(per_step, lax.axis_index(axis))
+    held_grads = None if unreduced is None else unreduced.grads
+    params, model_state = compat.varying((state.params, model_state), axis)
+    return params, batch, model_state, rng, held_grads
+
+
+def _local_gradients(
+    config: StepConfig,
+    plan: BucketPlan,
+    params: Any,
+    batch: Any,
+    model_state: Any,
+    rng: Any,
+    held_grads: Any,
+) -> tuple[tuple[Any, Any, Any], list[Any]]:
+    """(loss, aux, model state) and gradients of this replica's share of the batch, plus what was held back."""
 
     def loss(trainable: Any, microbatch: Any, model_state: Any, rng: Any) -> Any:
         return config.loss(merge_frozen(plan, trainable, params), microbatch, model_state, rng)
@@ -117,10 +154,12 @@ def _local_gradients(
         grad_fn, config.num_microbatches, op="mean", dtype=config.accumulate_dtype
     )
     (value, aux, model_state), grads = accumulated(
-        select_trainable(plan, params), batch, compat.varying(model_state, axis), rng
+        select_trainable(plan, params), batch, model_state, rng
     )
+    if held_grads is not None:
+        grads = jax.tree.map(jnp.add, held_grads, grads)
     aux = jax.tree.map(scalars.over_microbatches, aux)
-    return (value, aux, model_state), grads
+    return (value, aux, model_state), jax.tree.leaves(grads)
 
 
 def select_trainable(plan: BucketPlan, params: Any) -> Any:
@@ -138,11 +177,15 @@ def merge_frozen(plan: BucketPlan, trainable: Any, params: Any) -> Any:
         return trainable
     trained = iter(jax.tree.leaves(trainable))
     leaves = jax.tree.leaves(params)
-    merged = [next(trained) if spec.planned else x for x, spec in zip(leaves, plan.leaves, strict=True)]
+    merged = [
+        next(trained) if spec.planned else x for x, spec in zip(leaves, plan.leaves, strict=True)
+    ]
     return jax.tree.unflatten(plan.treedef, merged)
 
 
-def _check_opt_state(optimizer: optax.GradientTransformation, trainable: Any, opt_state: Any) -> None:
+def _check_opt_state(
+    optimizer: optax.GradientTransformation, trainable: Any, opt_state: Any
+) -> None:
     """Raises where the optimizer state was not made by this optimizer for these parameters."""
     expected = jax.eval_shape(optimizer.init, trainable)
     want = {path_string(p): x for p, x in jax.tree_util.tree_leaves_with_path(expected)}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,8 +12,9 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from fdp import drivers, schedules
+from fdp import birth, drivers, schedules
 from fdp.accumulate import check_num_microbatches
+from fdp.birth import Born
 from fdp.compat import AxisName
 from fdp.data import check_batch, global_batch, replica_count
 from fdp.hooks import CommHook
@@ -25,11 +27,11 @@ from fdp.plan import (
     flatten_like_plan,
     plan_buckets,
 )
-from fdp.reduce import make_reducer
 from fdp.replicate import replicate
 from fdp.schedules import Schedule
 from fdp.state import StepInfo, TrainState
 from fdp.step import Replicated, StepConfig, select_trainable, synced_step, unsynced_step
+from fdp.wire import make_wire
 
 
 class Trainer(NamedTuple):
@@ -44,7 +46,8 @@ class Trainer(NamedTuple):
         no communication. The next ``train_step`` reduces their sum together with its own and updates once, as torch's
         ``no_sync`` does: gradients are added, not averaged, over the steps of the window.
       lower: ``(state, batch, *, sync=True) -> jax.stages.Lowered`` of ``train_step`` (or ``no_sync_step``).
-      plan: ``params -> BucketPlan`` that the trainer uses for these parameters.
+      plan: ``(state, batch) -> BucketPlan`` that ``train_step`` uses for such arguments. Traces, runs nothing.
+      explain: ``(state, batch) -> str``: that plan as a table, and which gradients are reduced inside loops, or why not.
       mesh: the mesh it runs on.
       axis_name: the axis (or axes) it reduces over.
     """
@@ -53,7 +56,8 @@ class Trainer(NamedTuple):
     train_step: Callable[[TrainState, Any], tuple[TrainState, StepInfo]]
     no_sync_step: Callable[[TrainState, Any], tuple[TrainState, StepInfo]]
     lower: Callable[..., jax.stages.Lowered]
-    plan: Callable[[Any], BucketPlan]
+    plan: Callable[[TrainState, Any], BucketPlan]
+    explain: Callable[[TrainState, Any], str]
     mesh: Mesh
     axis_name: AxisName
 
@@ -78,6 +82,8 @@ def data_parallel(
     has_aux: bool = False,
     has_model_state: bool = False,
     has_rng: bool = False,
+    order: str | Sequence[int] = "ready",
+    in_loops: bool | None = None,
     compiler_options: Mapping[str, str] | None = None,
 ) -> Trainer:
     """Builds a data parallel trainer.
@@ -104,6 +110,10 @@ def data_parallel(
         replicas' statistics.
       has_rng: ``loss_fn`` takes a key, different for each step, replica and microbatch:
         ``fold_in(fold_in(fold_in(fold_in(rng, step), no-sync steps held back), replica), microbatch)``.
+      order: ``"ready"`` (read from the traced gradient), ``"reverse"``, or a permutation of leaf indices. A hook with
+        state needs its buckets before there is a batch to trace with: there "ready" means "reverse".
+      in_loops: reduce gradients inside the loops that make them, see ``value_and_grad``; by default on GPU and TPU. Hooks
+        with state reduce after the loop.
       compiler_options: XLA options for the compiled step.
 
     Returns:
@@ -134,28 +144,33 @@ def data_parallel(
             'use via="shard_map".'
         )
 
-    def plan_for(params: Any) -> BucketPlan:
+    the_wire = make_wire(axis_name, hook=hook, schedule=schedule, pack=pack, op=op)
+
+    def plan_for(params: Any, ready: Sequence[int] | None) -> BucketPlan:
         if plan is not None:
             flatten_like_plan(plan, params, "params")
             return plan
+        wanted = ("reverse" if ready is None else ready) if order == "ready" else order
         return plan_buckets(
-            params, bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes, trainable=trainable
+            params,
+            bucket_bytes=bucket_bytes,
+            first_bucket_bytes=first_bucket_bytes,
+            order=wanted,
+            trainable=trainable,
         )
 
-    def reducer_for(the_plan: BucketPlan) -> Any:
-        return make_reducer(axis_name, plan=the_plan, hook=hook, schedule=schedule, pack=pack, op=op)
-
-    if plan is not None:
-        schedules.check_launches(schedule or schedules.ordered(), plan)
     config = StepConfig(
-        loss=canonical_loss(loss_fn, has_aux=has_aux, has_model_state=has_model_state, has_rng=has_rng),
+        loss=canonical_loss(
+            loss_fn, has_aux=has_aux, has_model_state=has_model_state, has_rng=has_rng
+        ),
         optimizer=optimizer,
         axis_name=axis_name,
         num_microbatches=num_microbatches,
         accumulate_dtype=accumulate_dtype,
         op=op,
+        wire=the_wire,
         plan_for=plan_for,
-        reducer_for=reducer_for,
+        in_loops=in_loops,
     )
 
     def synced(replicated: Any, hook_state: Any, unreduced: Any, batch: Any) -> Any:
@@ -167,16 +182,15 @@ def data_parallel(
 
     # The held-back gradients of a synced step have no output to live on in, the replicated state of an unsynced one
     # is not changed: donating either would only draw a warning, or take the parameters away.
-    if via == "pmap":
-        synced_driver = drivers.pmap_driver(synced, mesh, axis_name, donate=(0, 1))
-        unsynced_driver = drivers.pmap_driver(unsynced, mesh, axis_name, donate=(2,))
-    else:
-        synced_driver = drivers.shard_map_driver(
-            synced, mesh, axis_name, donate=(0, 1), compiler_options=compiler_options
+    def driver(fn: drivers.ReplicaFn, donate: tuple[int, ...]) -> drivers.Driver:
+        if via == "pmap":
+            return drivers.pmap_driver(fn, mesh, axis_name, donate=donate)
+        return drivers.shard_map_driver(
+            fn, mesh, axis_name, donate=donate, compiler_options=compiler_options
         )
-        unsynced_driver = drivers.shard_map_driver(
-            unsynced, mesh, axis_name, donate=(2,), compiler_options=compiler_options
-        )
+
+    synced_driver = driver(synced, donate=(0, 1))
+    unsynced_driver = driver(unsynced, donate=(2,))
 
     def arguments(state: TrainState, batch: Any) -> tuple[Any, Any, Any, Any]:
         _check_state(state)
@@ -185,7 +199,9 @@ def data_parallel(
             batch = drivers.split_over_replicas(batch, share)
         else:
             batch = global_batch(batch, mesh, axis_name)
-        replicated = Replicated(state.step, state.params, state.opt_state, state.model_state, state.rng)
+        replicated = Replicated(
+            state.step, state.params, state.opt_state, state.model_state, state.rng
+        )
         return replicated, state.hook_state, state.unreduced, batch
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
@@ -201,8 +217,10 @@ def data_parallel(
 
     def init(params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
         _check_init(has_model_state, model_state, has_rng, rng)
-        the_plan = plan_for(params)
-        given = replicate({"params": params, "model_state": model_state, "rng": rng}, mesh, "init arguments")
+        the_plan = plan_for(params, None)
+        given = replicate(
+            {"params": params, "model_state": model_state, "rng": rng}, mesh, "init arguments"
+        )
         params, model_state, rng = given["params"], given["model_state"], given["rng"]
         everywhere = NamedSharding(mesh, PartitionSpec())
         trainable_params = select_trainable(the_plan, params)
@@ -213,7 +231,8 @@ def data_parallel(
         step = jax.device_put(jnp.zeros((), jnp.int32), everywhere)
 
         def stacked_hook_state() -> Any:
-            one = reducer_for(the_plan).init(params)
+            launches = schedules.check_launches(the_wire.schedule, the_plan)
+            one = tuple(the_wire.hook.init(launch.bucket) for launch in launches)
             return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), one)
 
         if via == "pmap":  # takes and returns this process's replicas only
@@ -224,7 +243,24 @@ def data_parallel(
         hook_state = jax.jit(stacked_hook_state, out_shardings=per_replica)()
         return TrainState(step, params, opt_state, model_state, rng, hook_state, None)
 
-    return Trainer(init, train_step, no_sync_step, lower, plan_for, mesh, axis_name)
+    def traced(state: TrainState, batch: Any) -> Born:
+        recorded: list[Born] = []
+        recording = dataclasses.replace(config, record=recorded.append)
+
+        def synced(replicated: Any, hook_state: Any, unreduced: Any, batch: Any) -> Any:
+            new, hook_state, info = synced_step(recording, replicated, hook_state, unreduced, batch)
+            return (new, info), hook_state
+
+        driver(synced, donate=()).lower(*arguments(state, batch))
+        return recorded[-1]
+
+    def plan_of(state: TrainState, batch: Any) -> BucketPlan:
+        return traced(state, batch).plan
+
+    def explain(state: TrainState, batch: Any) -> str:
+        return birth.explain(traced(state, batch))
+
+    return Trainer(init, train_step, no_sync_step, lower, plan_of, explain, mesh, axis_name)
 
 
 def _default_mesh(axis_name: AxisName) -> Mesh:
@@ -242,7 +278,9 @@ def _process_share(mesh: Mesh, replicas: int) -> int:
     mine = jax.process_index()
     processes = {device.process_index for device in mesh.devices.flat}
     if mine not in processes:
-        raise ValueError(f"expected process {mine} to own devices of the mesh, which are all on {sorted(processes)}.")
+        raise ValueError(
+            f"expected process {mine} to own devices of the mesh, which are all on {sorted(processes)}."
+        )
     return max(1, replicas // len(processes))
 
 
@@ -250,17 +288,27 @@ def _check_arguments(
     loss_fn: Any, optimizer: Any, via: Any, num_microbatches: Any, plan: Any, compiler_options: Any
 ) -> None:
     if not callable(loss_fn):
-        raise TypeError(f"expected loss_fn to be a function (params, batch) -> loss, got {loss_fn!r}.")
+        raise TypeError(
+            f"expected loss_fn to be a function (params, batch) -> loss, got {loss_fn!r}."
+        )
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        hint = "call it, for example optax.sgd(0.1)" if callable(optimizer) else "for example optax.sgd(0.1)"
-        raise TypeError(f"expected an optax optimizer with init and update, got {optimizer!r}: {hint}.")
+        hint = (
+            "call it, for example optax.sgd(0.1)"
+            if callable(optimizer)
+            else "for example optax.sgd(0.1)"
+        )
+        raise TypeError(
+            f"expected an optax optimizer with init and update, got {optimizer!r}: {hint}."
+        )
     if via not in ("shard_map", "pmap"):
         raise ValueError(f'expected via to be "shard_map" or "pmap", got {via!r}.')
     if via == "pmap" and compiler_options:
         raise ValueError('compiler_options need via="shard_map": jax.pmap takes none.')
     check_num_microbatches(num_microbatches)
     if plan is not None and not isinstance(plan, BucketPlan):
-        raise TypeError(f"expected plan to be a BucketPlan, got {type(plan).__name__}: fdp.plan_buckets(params).")
+        raise TypeError(
+            f"expected plan to be a BucketPlan, got {type(plan).__name__}: fdp.plan_buckets(params)."
+        )
 
 
 def _check_state(state: Any) -> None:
@@ -272,7 +320,10 @@ def _check_state(state: Any) -> None:
 
 
 def _check_init(has_model_state: bool, model_state: Any, has_rng: bool, rng: Any) -> None:
-    for name, wanted, value in (("model_state", has_model_state, model_state), ("rng", has_rng, rng)):
+    for name, wanted, value in (
+        ("model_state", has_model_state, model_state),
+        ("rng", has_rng, rng),
+    ):
         if wanted and value is None:
             raise ValueError(f"expected init(params, {name}=...), since has_{name}=True; got none.")
         if not wanted and value is not None:

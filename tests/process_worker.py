@@ -46,7 +46,10 @@ def run():
     if case in ("shard_map", "pmap"):
         return train(via=case, num_microbatches=2)
     if case == "stateful":
-        return {"shard_map": train(hook=error_feedback()), "pmap": train(hook=error_feedback(), via="pmap")}
+        return {
+            "shard_map": train(hook=error_feedback()),
+            "pmap": train(hook=error_feedback(), via="pmap"),
+        }
     trainer = fdp.data_parallel(mlp_loss, optax.sgd(0.1))
     params = mlp_params()
     if case == "shape" and process == 1:

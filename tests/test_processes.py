@@ -24,7 +24,16 @@ def launch(case, processes, tmp_path, timeout=180):
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     running = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.process_worker", case, str(process), str(processes), str(port), str(out)],
+            [
+                sys.executable,
+                "-m",
+                "tests.process_worker",
+                case,
+                str(process),
+                str(processes),
+                str(port),
+                str(out),
+            ],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,

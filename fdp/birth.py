@@ -1,0 +1,166 @@
+"""Reductions where gradients are born: traces a gradient computation, plans its buckets, places their reductions.
+
+    local_fn --trace--> jaxpr --ready order--> plan
+                          |---loops?---> loop bodies reduce last iteration's slices while they compute this one's
+                          +---evaluate-> outputs, gradients --finish--> all other buckets, in ready order
+
+In straight code a reduction written after the gradient compiles to the same schedule as one written inside the
+backward (XLA sees the same graph), so only loops are rewritten; a loop is a wall that XLA does not look through.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fdp import compat, dependency, intercept, schedules, wire
+from fdp.intercept import Interception
+from fdp.order import ready_order
+from fdp.plan import BucketPlan, plan_buckets, without
+from fdp.schedules import Launch
+from fdp.wire import HookStates, Sent, Wire
+
+# Below this a loop's reductions cost more in launches than they could hide; one reduction after the loop is better.
+MIN_SLICE_BYTES = 2**18
+
+
+@dataclasses.dataclass(frozen=True)
+class Born:
+    """A gradient computation that has run, with what is reduced so far.
+
+    Attributes:
+      outputs: everything the computation returned besides gradients.
+      grads: this replica's gradients by leaf index, those that are not reduced yet.
+      in_loops: gradients that were reduced inside loops, by leaf index.
+      plan: the plan of all gradients.
+      launches: what is sent outside of loops.
+      sent: what of that is sent already.
+      after_loops: token; exists once the last loop's reductions do.
+      interception: what was found and decided about loops.
+    """
+
+    outputs: Any
+    grads: Mapping[int, Any]
+    in_loops: Mapping[int, Any]
+    plan: BucketPlan
+    launches: tuple[Launch, ...]
+    sent: Sent
+    after_loops: Any
+    interception: Interception
+
+
+def compute(
+    the_wire: Wire,
+    local_fn: Callable[..., tuple[Any, Any]],
+    args: Sequence[Any],
+    plan_for: Callable[[tuple[int, ...]], BucketPlan],
+    states: HookStates | None,
+    *,
+    in_loops: bool,
+) -> Born:
+    """Runs ``local_fn``, reducing inside its loops.
+
+    Args:
+      the_wire: how gradients cross.
+      local_fn: ``(*args) -> (outputs, grads)``; ``grads`` is a list, the gradients of the planned leaves by leaf index.
+      args: its arguments, varying over the axis where JAX tracks that.
+      plan_for: given the order in which gradients are ready, as positions among the planned leaves, the plan.
+      states: hook states, one per launch of the plan; None for a hook without state.
+      in_loops: whether to look for loops.
+    """
+    closed, shapes = jax.make_jaxpr(local_fn, return_shape=True)(*args)
+    out_tree = jax.tree.structure(shapes[0])
+    positions = range(out_tree.num_leaves, len(closed.out_avals))
+    plan = plan_for(ready_order(closed, positions))
+    planned = [i for i, spec in enumerate(plan.leaves) if spec.planned]
+    leaf_at = dict(zip(positions, planned, strict=True))
+    alone = compat.axis_size(the_wire.axis_name) == 1
+    look = in_loops and the_wire.schedule.in_loops and states is None and not alone
+    interception = intercept.analyze(
+        closed, leaf_at, min_slice_bytes=MIN_SLICE_BYTES if look else float("inf")
+    )
+    handled = {leaf for loop in interception.loops for leaf in loop.leaves}
+    launches = schedules.check_launches(the_wire.schedule, without(plan, handled))
+    if states is None:
+        states = tuple(the_wire.hook.init(launch.bucket) for launch in launches)
+    progress = [wire.nothing_sent(states)]
+
+    def reduce_ready(gradients: dict[int, Any], token: Any) -> tuple[dict[int, Any], Any]:
+        wire.refuse_already_summed(the_wire, plan, gradients)
+        before = progress[0]
+        progress[0] = wire.send(the_wire, launches, gradients, before)
+        return {}, token
+
+    flat_args = jax.tree.leaves(args)
+    evaluation = intercept.evaluate(
+        interception,
+        flat_args,
+        reduce_slices=_slice_reducer(the_wire, plan),
+        reduce_ready=reduce_ready,
+        token=jnp.zeros((), jnp.float32),
+    )
+    outputs = jax.tree.unflatten(out_tree, evaluation.outputs[: out_tree.num_leaves])
+    gradients = {leaf_at[p]: evaluation.outputs[p] for p in positions}
+    reduced = {leaf: g for leaf, g in gradients.items() if leaf in evaluation.reduced}
+    local = {leaf: g for leaf, g in gradients.items() if leaf not in evaluation.reduced}
+    after = evaluation.token if interception.loops else None
+    return Born(outputs, local, reduced, plan, launches, progress[0], after, interception)
+
+
+def finish(
+    the_wire: Wire, born: Born, *, after: jax.Array | None = None
+) -> tuple[dict[int, Any], HookStates]:
+    """Reduces what is left, in launch order.
+
+    Args:
+      the_wire: as for ``compute``.
+      born: its result.
+      after: token that the first launches wait for.
+
+    Returns:
+      Reduced gradients by leaf index, and the hook states.
+    """
+    wire.refuse_already_summed(the_wire, born.plan, born.grads)
+    if compat.axis_size(the_wire.axis_name) == 1:
+        return wire.alone(the_wire, born.grads), born.sent.states
+    first = dependency.join([after, born.after_loops])
+    sent = wire.send(the_wire, born.launches, born.grads, born.sent, after=first)
+    return {**born.in_loops, **sent.reduced}, sent.states
+
+
+def explain(born: Born) -> str:
+    """The plan as a table, then what was decided about loops."""
+    paths = [leaf.path for leaf in born.plan.leaves]
+    return f"{born.plan}\n{born.interception.report(paths)}"
+
+
+def _slice_reducer(the_wire: Wire, plan: BucketPlan) -> Callable[..., Any]:
+    """Reduces one iteration's slices: buckets of slices, by the caps of the plan."""
+
+    def reduce_slices(
+        loop: intercept.Loop, slices: dict[int, Any], index: Any, token: Any, state: Any
+    ) -> tuple[dict[int, Any], Any, Any]:
+        wire.refuse_already_summed(the_wire, plan, slices)
+        order = [plan.leaves[leaf].path for leaf in loop.leaves]
+        by_path = {path: slices[leaf] for path, leaf in zip(order, loop.leaves, strict=True)}
+        slice_plan = plan_buckets(
+            by_path, bucket_bytes=plan.bucket_bytes, first_bucket_bytes=plan.bucket_bytes
+        )
+        leaf_of = dict(zip(order, loop.leaves, strict=True))
+        leaves = {i: by_path[spec.path] for i, spec in enumerate(slice_plan.leaves)}
+        launches = the_wire.schedule.launches(slice_plan)
+        states = tuple(the_wire.hook.init(launch.bucket) for launch in launches)
+        # Iterations are a chain by themselves; only unrolled ones share a computation that XLA could merge them in.
+        chained = loop.unroll > 1
+        sent = wire.send(
+            the_wire, launches, leaves, wire.nothing_sent(states), after=token if chained else None
+        )
+        reduced = {leaf_of[spec.path]: sent.reduced[i] for i, spec in enumerate(slice_plan.leaves)}
+        new_token = sent.token
+        return reduced, token if new_token is None else new_token, state
+
+    return reduce_slices

@@ -1,0 +1,190 @@
+"""How gradients cross an axis, and the one place where they do.
+
+leaf gradients --pack--> buffers --tie--> (wait for earlier launches) --hook--> reduced buffers --unpack--> leaves
+                                                    ^                                 |
+                                                    +------------- token -------------+
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+
+from fdp import compat, dependency, hooks, schedules
+from fdp import pack as packings
+from fdp.compat import AxisName
+from fdp.hooks import BucketView, CommHook
+from fdp.pack import Packing
+from fdp.plan import BucketPlan
+from fdp.schedules import Launch, Schedule
+
+HookStates = tuple[Any, ...]
+
+
+class Wire(NamedTuple):
+    """Everything about crossing an axis but the plan.
+
+    Attributes:
+      axis_name: mesh axis, or tuple of axes.
+      hook: how a bucket crosses.
+      schedule: when.
+      packing: how leaves become buffers.
+      op: ``"mean"`` or ``"sum"``.
+    """
+
+    axis_name: AxisName
+    hook: CommHook
+    schedule: Schedule
+    packing: Packing
+    op: str
+
+
+def make_wire(
+    axis_name: AxisName,
+    *,
+    hook: CommHook | None = None,
+    schedule: Schedule | None = None,
+    pack: Packing | None = None,
+    op: str = "mean",
+) -> Wire:
+    """A ``Wire`` with defaults filled in and arguments checked.
+
+    Raises:
+      TypeError: an argument is not of its family.
+      ValueError: ``op`` is unknown.
+    """
+    if op not in ("mean", "sum"):
+        raise ValueError(f'expected op to be "mean" or "sum", got {op!r}.')
+    return Wire(
+        axis_name,
+        _member("hook", hook, CommHook, hooks.all_reduce, "fdp.hooks.all_reduce()"),
+        _member("schedule", schedule, Schedule, schedules.ordered, "fdp.schedules.ordered()"),
+        _member("pack", pack, Packing, packings.auto, "fdp.pack.flat()"),
+        op,
+    )
+
+
+class Sent(NamedTuple):
+    """What has crossed so far.
+
+    Attributes:
+      reduced: leaf index -> reduced gradient.
+      tokens: one per launch so far, in launch order.
+      states: one hook state per launch of the plan; those of the launches so far are new.
+    """
+
+    reduced: dict[int, jax.Array]
+    tokens: tuple[jax.Array | None, ...]
+    states: HookStates
+
+    @property
+    def token(self) -> jax.Array | None:
+        """Exists once everything sent so far is reduced."""
+        return dependency.join(self.tokens)
+
+
+def send(
+    wire: Wire,
+    launches: Sequence[Launch],
+    gradients: Mapping[int, jax.Array],
+    sent: Sent,
+    *,
+    after: jax.Array | None = None,
+) -> Sent:
+    """Launches in order, from where ``sent`` stands, as long as all gradients of a launch are there.
+
+    Args:
+      wire: how.
+      launches: all launches of the plan.
+      gradients: leaf index -> this replica's gradient, for the leaves that exist by now.
+      sent: what previous calls have sent; ``nothing_sent(states)`` at first.
+      after: token that launches wait for which wait for no launch of this call.
+
+    Returns:
+      ``sent``, and what was launched now.
+    """
+    size = compat.axis_size(wire.axis_name)
+    reduced, tokens, states = dict(sent.reduced), list(sent.tokens), list(sent.states)
+    here = len(tokens)
+    for k in range(here, len(launches)):
+        bucket, waits_for, after_backward = launches[k]
+        if any(index not in gradients for index in bucket.leaf_indices):
+            break
+        leaves = [gradients[index] for index in bucket.leaf_indices]
+        waited_for = [tokens[j] for j in waits_for]
+        if all(j < here for j in waits_for):
+            waited_for.append(after)
+        if after_backward:
+            waited_for.append(dependency.token_of(list(gradients.values())))
+        token = dependency.join(waited_for)
+        buffers = dependency.tie(wire.packing.pack(bucket, leaves), token)
+        view = BucketView(bucket, k, k == len(launches) - 1, wire.axis_name, size, wire.op)
+        out, states[k] = wire.hook.reduce(buffers, states[k], view)
+        _check_reduced(wire.hook, view, buffers, out)
+        new_token = dependency.token_of(out)
+        # A bucket without elements has no token of its own, and must not break the chain it is a link of.
+        tokens.append(token if new_token is None else new_token)
+        unpacked = wire.packing.unpack(bucket, out)
+        reduced.update(zip(bucket.leaf_indices, unpacked, strict=True))
+    return Sent(reduced, tuple(tokens), tuple(states))
+
+
+def nothing_sent(states: HookStates) -> Sent:
+    """Where ``send`` starts."""
+    return Sent({}, (), states)
+
+
+def alone(wire: Wire, gradients: Mapping[int, jax.Array]) -> dict[int, jax.Array]:
+    """One replica: nothing to reduce and nothing to pack; only the type may have to say "replicated"."""
+    if not compat.tracks_varying(wire.axis_name):
+        return dict(gradients)
+    return {index: lax.psum(gradient, wire.axis_name) for index, gradient in gradients.items()}
+
+
+def refuse_already_summed(wire: Wire, plan: BucketPlan, gradients: Mapping[int, jax.Array]) -> None:
+    """Raises where JAX's own type says that a gradient no longer differs between replicas.
+
+    Raises:
+      ValueError: it was summed already; the message gives the edit.
+    """
+    axis_name = wire.axis_name
+    names = set(compat.tracked_axes(axis_name))
+    summed = [
+        plan.leaves[index].path
+        for index, gradient in sorted(gradients.items())
+        if not names <= compat.varying_axes(gradient)
+    ]
+    if summed:
+        raise ValueError(
+            f"expected gradients that differ per replica over axis {axis_name!r}, but JAX has already summed "
+            f"{len(summed)} of them, the first at {summed[0]!r}: inside a checked jax.shard_map the gradient of "
+            "replicated params is summed over the axis by JAX itself, and reducing it again would make it "
+            f"wrong. Differentiate with respect to local params: params = fdp.varying(params, {axis_name!r}) "
+            "before jax.grad. (Already reduced gradients need no second reduction.)"
+        )
+
+
+def _check_reduced(
+    hook: CommHook, view: BucketView, given: Sequence[Any], reduced: Sequence[Any]
+) -> None:
+    """Raises where a hook returned other shapes or dtypes than it got: they would go on into the gradients."""
+    expected = [f"{x.dtype.name}{list(x.shape)}" for x in given]
+    got = [f"{x.dtype.name}{list(x.shape)}" for x in reduced]
+    if expected != got:
+        raise ValueError(
+            f"expected hook {hook.name!r} to return the shapes and dtypes it was given, {expected} for bucket "
+            f"{view.index} (first leaf {view.bucket.paths[0]!r}), got {got}: let reduce cast and reshape them back."
+        )
+
+
+def _member(name: str, value: Any, kind: Any, default: Callable[[], Any], example: str) -> Any:
+    """An argument of an open family; the likeliest slip is to pass the factory instead of its result."""
+    if value is None:
+        return default()
+    if isinstance(value, kind):
+        return value
+    hint = f"call it: {example}" if callable(value) else f"for example {example}"
+    raise TypeError(f"expected {name} to be a {kind.__name__}, got {value!r}: {hint}.")
