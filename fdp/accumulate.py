@@ -1,7 +1,7 @@
-"""Several microbatches, one reduction (paper section 3.2.4, ``no_sync``).
+r"""Several microbatches, one reduction (paper section 3.2.4, ``no_sync``).
 
     microbatch      0     1     2   |     3
-                 \\__ lax.scan, local sums __/|  outside the loop: its gradients are born one by one, in ready
+                 \__ lax.scan, local sums __/|  outside the loop: its gradients are born one by one, in ready
                                        order, so that their reduction can overlap this backward pass
 
 Under automatic sharding XLA reduces every microbatch; here nothing inside the loop communicates.
@@ -10,7 +10,7 @@ Under automatic sharding XLA reduces every microbatch; here nothing inside the l
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,20 @@ from fdp import compat
 from fdp.plan import path_string
 
 CarryGradFn = Callable[[Any, Any, Any, Any], tuple[tuple[Any, Any, Any], Any]]
+
+
+@runtime_checkable
+class Reducing(Protocol):
+    """A gradient function that reduces, and can do so with another one inside: what ``fdp.value_and_grad`` returns."""
+
+    @property
+    def local(self) -> Callable[..., Any]:
+        """The gradient function without the reduction."""
+        ...
+
+    def with_local(self, local: Callable[..., Any]) -> Callable[..., Any]:
+        """The reduction of another gradient function."""
+        ...
 
 
 def accumulate(
@@ -65,7 +79,7 @@ def accumulate(
     if op not in ("mean", "sum"):
         raise ValueError(f'expected op to be "mean" or "sum", got {op!r}.')
     _check_dtype(dtype)
-    if hasattr(value_and_grad_fn, "with_local"):
+    if isinstance(value_and_grad_fn, Reducing):
         # fdp.value_and_grad: accumulate what it does before it reduces, then reduce once.
         local = accumulate(
             value_and_grad_fn.local, num_microbatches, has_aux=has_aux, op=op, dtype=dtype

@@ -1,8 +1,8 @@
 """From a function of one replica to a function of global arrays: through shard_map, or through pmap.
 
 Both take ``fn(replicated, hook_state, unreduced, batch) -> (replicated, per_replica)``. Replicated trees are equal on
-all replicas; ``hook_state``, ``unreduced`` and ``per_replica`` have a leading replica axis outside and none inside; batch
-leaves are ``[examples, ...]`` outside, ``[examples / replicas, ...]`` inside.
+all replicas; ``hook_state``, ``unreduced`` and ``per_replica`` have a leading replica axis outside and none inside;
+batch leaves are ``[examples, ...]`` outside, ``[examples / replicas, ...]`` inside.
 """
 
 from __future__ import annotations

@@ -42,6 +42,7 @@ class ReducedGrad:
     in_loops: bool
 
     def __call__(self, params: Any, *args: Any, **keywords: Any) -> Any:
+        """What ``local`` returns, with reduced gradients. Call it where the axis is bound."""
         base = self.plan_for(params, None)
         planned = [i for i, spec in enumerate(base.leaves) if spec.planned]
 
@@ -89,15 +90,15 @@ def value_and_grad(
 
     Traces the gradient once, reads from it the order in which gradients become ready, buckets them in that order, and
     reduces each bucket as soon as its last gradient exists. Where gradients come out of a ``lax.scan`` one slice an
-    iteration (models that scan over their layers), the reduction moves into the loop, one iteration late: layer k + 1 is
-    on the wire while layer k is computed. The model is not changed, the result is what reducing afterwards gives.
+    iteration (models that scan over their layers), the reduction moves into the loop, one iteration late: layer k + 1
+    is on the wire while layer k is computed. The model is not changed, the result is what reducing afterwards gives.
     Casts replicated params to local ones by itself (``fdp.varying``).
 
     Args:
       loss_fn: ``loss_fn(params, *args, **keywords) -> loss``, or ``(loss, aux)``.
       axis_name: mesh axis, or tuple of axes.
-      plan: a plan for ``params``; otherwise made from the ready order with the two caps below. Leaves it leaves out come
-        back unreduced.
+      plan: a plan for ``params``; otherwise made from the ready order with the two caps below. Leaves it leaves out
+        come back unreduced.
       bucket_bytes, first_bucket_bytes: as for ``plan_buckets``.
       hook, schedule, pack, op: as for ``reduce_gradients``; hooks with state need ``data_parallel``.
       has_aux: whether ``loss_fn`` returns ``(loss, aux)``.

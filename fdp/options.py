@@ -22,16 +22,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fdp import pack as packings
 from fdp import schedules
 from fdp.pack import Packing
-from fdp.plan import DEFAULT_BUCKET_BYTES, BucketPlan
+from fdp.plan import DEFAULT_BUCKET_BYTES, BucketPlan, plan_buckets
 from fdp.schedules import Launch, Schedule
 
 PLATFORMS = ("cpu", "gpu", "tpu")
+# Stands for any plan where only the dependencies between launches matter.
+_THREE_BUCKETS = plan_buckets([jax.ShapeDtypeStruct((1,), np.float32)] * 3, bucket_bytes=1)
 
 # When an option applies. XLA joins all-reduces that do not depend on each other until a limit is reached: too
 # many for launches that are to stay apart, too few for a launch of several buffers that is to be one.
 ALWAYS = "always"
 APART = "launches do not depend on each other"
-TOGETHER = "a launch has several buffers"
+TOGETHER = (
+    "a launch has several buffers, and XLA's limit is too low for it or would join it with another"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +47,10 @@ class CompilerOption:
       value: what to set it to, or what it is worked out from: ``"{bytes}"``, size of the largest launch, and
         ``"{buffers}"``, its number of buffers.
       platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
-      when: ``ALWAYS``, ``APART`` or ``TOGETHER``.
+      when: ``ALWAYS``, ``APART`` or ``TOGETHER``. Later rows replace earlier ones of the same name.
       reason: what it does, and what was seen without it.
       checked: jax versions whose compilers were seen to do that.
+      limit: for ``TOGETHER``, up to where XLA joins without it.
     """
 
     name: str
@@ -54,6 +59,7 @@ class CompilerOption:
     when: str
     reason: str
     checked: tuple[str, ...]
+    limit: int = 0
 
 
 _CHECKED = ("0.10.2", "0.12.0.1")
@@ -90,6 +96,7 @@ OPTIONS: tuple[CompilerOption, ...] = (
         TOGETHER,
         "A launch of several buffers is one all-reduce, also where it is larger than about 120 MiB.",
         _CHECKED,
+        limit=112 * 2**20,
     ),
     CompilerOption(
         "xla_jf_crs_combiner_threshold_count",
@@ -98,6 +105,7 @@ OPTIONS: tuple[CompilerOption, ...] = (
         TOGETHER,
         "The same where it has more than 256 buffers.",
         _CHECKED,
+        limit=256,
     ),
     CompilerOption(
         "xla_gpu_all_reduce_combine_threshold_bytes",
@@ -114,6 +122,7 @@ OPTIONS: tuple[CompilerOption, ...] = (
         TOGETHER,
         "A launch of several buffers is one all-reduce, also where it is larger than 30 MiB.",
         _CHECKED,
+        limit=30 * 2**20,
     ),
     CompilerOption(
         "xla_disable_hlo_passes",
@@ -135,10 +144,11 @@ def suggested_compiler_options(
 ) -> dict[str, str]:
     """The rows of ``OPTIONS`` that serve a step, for ``jax.jit(compiler_options=...)``.
 
-    Where launches depend on each other no option is needed to keep them apart. Where they do not, XLA's joining is turned
-    off; if their packing makes several buffers of one launch, it is limited to the size of the largest launch instead,
-    and the number of all-reduces is XLA's choice. The GPU compiler overlaps by default (its latency hiding scheduler and
-    pipelining options changed no schedule of these programs), and the CPU runtime starts whatever has its inputs.
+    Where launches depend on each other no option is needed to keep them apart. Where they do not, XLA's joining is
+    turned off; if their packing makes several buffers of one launch, it is limited to the size of the largest launch
+    instead, and the number of all-reduces is XLA's choice. The GPU compiler overlaps by default (its latency hiding
+    scheduler and pipelining options changed no schedule of these programs), and the CPU runtime starts whatever has its
+    inputs.
 
     Args:
       platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``; ``"cuda"`` and ``"rocm"`` are GPUs.
@@ -161,19 +171,22 @@ def suggested_compiler_options(
     packing = packings.auto(platform) if pack is None else pack
     launches = schedule.launches(_THREE_BUCKETS if plan is None else plan)
     apart = not _is_chain(launches)
-    several: list[tuple[int, int]] = []
-    if plan is not None:
-        sizes = [
-            (launch.bucket.nbytes, packings.count_buffers(packing, launch.bucket))
-            for launch in launches
-        ]
-        several = sizes if any(buffers > 1 for _, buffers in sizes) else []
+    largest = {"bytes": 0, "buffers": 0}
+    for launch in launches if plan is not None else ():
+        buffers = packings.count_buffers(packing, launch.bucket)
+        if buffers > 1:
+            largest["bytes"] = max(largest["bytes"], launch.bucket.nbytes)
+            largest["buffers"] = max(largest["buffers"], buffers)
     chosen: dict[str, str] = {}
     for row in OPTIONS:
-        applies = {ALWAYS: True, APART: apart and not several, TOGETHER: bool(several)}[row.when]
-        if row.platform == platform and applies:
-            most = [max(size) for size in zip(*several, strict=True)] or [0, 0]
-            chosen[row.name] = row.value.format(bytes=most[0], buffers=most[1])
+        needed = largest["buffers" if row.value == "{buffers}" else "bytes"]
+        applies = {
+            ALWAYS: True,
+            APART: apart,
+            TOGETHER: needed > row.limit or (apart and needed > 0 and row.value == "{bytes}"),
+        }
+        if row.platform == platform and applies[row.when]:
+            chosen[row.name] = row.value.format(**largest)
     return chosen
 
 

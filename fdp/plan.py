@@ -36,6 +36,7 @@ class LeafSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -325,10 +326,10 @@ def _leaf_spec(path: Any, leaf: Any, planned: bool) -> LeafSpec:
             )
         return LeafSpec(name, (), np.dtype(object), False)
     if not planned:
-        plain = not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+        plain = not jnp.issubdtype(dtype, jax.dtypes.extended)
         return LeafSpec(name, tuple(shape), np.dtype(dtype if plain else object), False)
     if not jnp.issubdtype(dtype, np.inexact):
-        kind = "a PRNG key" if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) else "no gradient"
+        kind = "a PRNG key" if jnp.issubdtype(dtype, jax.dtypes.prng_key) else "no gradient"
         shown = "float0" if dtype == jax.dtypes.float0 else dtype
         raise TypeError(
             f"expected a floating-point or complex array at {name!r}, got dtype {shown} ({kind}): keep it out "

@@ -172,7 +172,7 @@ def bucketed(
     def init(params: Any) -> BucketedState:
         return BucketedState(reducer.init(params))
 
-    def update(updates: Any, state: BucketedState, params: Any = None) -> tuple[Any, BucketedState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, BucketedState]:
         reduced, hook_states = reducer.update(updates, state.hook_states)
         return reduced, BucketedState(hook_states)
 

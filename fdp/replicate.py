@@ -105,13 +105,13 @@ def _broadcast(tree: Any) -> Any:
     ]
 
     def raw(x: Any) -> Any:
-        is_key = isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         return np.asarray(jax.random.key_data(x) if is_key else x)
 
     values = multihost_utils.broadcast_one_to_all([raw(leaves[i]) for i in local])
     for i, value in zip(local, values, strict=True):
         x = leaves[i]
-        is_key = isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         leaves[i] = (
             jax.random.wrap_key_data(value, impl=jax.random.key_impl(x)) if is_key else value
         )

@@ -74,7 +74,7 @@ def over_microbatches(x: jax.Array) -> jax.Array:
 
 
 def _is_key(x: Any) -> bool:
-    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _widen(x: Any) -> Any:

@@ -22,8 +22,10 @@ class Unreduced(NamedTuple):
 
 
 class TrainState(NamedTuple):
-    """State of training. Any checkpointer saves it; it restores onto any number of replicas while ``unreduced`` is
-    None and the hook has no state.
+    """State of training.
+
+    Any checkpointer saves it; it restores onto any number of replicas while ``unreduced`` is None and the hook has no
+    state.
 
     Attributes:
       step: int32 scalar, number of optimizer steps taken.

@@ -42,12 +42,13 @@ class Trainer(NamedTuple):
         verifying that every process holds the same structure, shapes and dtypes.
       train_step: ``(state, batch) -> (TrainState, StepInfo)``. Batch leaves are ``[examples, ...]``: the whole batch
         in one process, this process's share with several. The state passed in is consumed.
-      no_sync_step: ``(state, batch) -> (TrainState, StepInfo)``. Computes gradients and holds them back on each replica;
-        no communication. The next ``train_step`` reduces their sum together with its own and updates once, as torch's
-        ``no_sync`` does: gradients are added, not averaged, over the steps of the window.
+      no_sync_step: ``(state, batch) -> (TrainState, StepInfo)``. Computes gradients and holds them back on each
+        replica; no communication. The next ``train_step`` reduces their sum together with its own and updates once, as
+        torch's ``no_sync`` does: gradients are added, not averaged, over the steps of the window.
       lower: ``(state, batch, *, sync=True) -> jax.stages.Lowered`` of ``train_step`` (or ``no_sync_step``).
       plan: ``(state, batch) -> BucketPlan`` that ``train_step`` uses for such arguments. Traces, runs nothing.
-      explain: ``(state, batch) -> str``: that plan as a table, and which gradients are reduced inside loops, or why not.
+      explain: ``(state, batch) -> str``: that plan as a table, and which gradients are reduced inside loops, or why
+        not.
       mesh: the mesh it runs on.
       axis_name: the axis (or axes) it reduces over.
     """
@@ -93,7 +94,8 @@ def data_parallel(
 
     Args:
       loss_fn: ``loss_fn(params, batch) -> loss``, a scalar. Given the options below it is called with keywords
-        ``model_state=`` and ``rng=`` and returns ``(loss, aux)``, ``(loss, model_state)`` or ``(loss, model_state, aux)``.
+        ``model_state=`` and ``rng=`` and returns ``(loss, aux)``, ``(loss, model_state)`` or
+        ``(loss, model_state, aux)``.
       optimizer: an optax optimizer. It sees reduced gradients: ``optax.clip_by_global_norm`` needs nothing more.
       mesh: mesh with ``axis_name``; all devices of all processes in one axis if not given.
       axis_name: mesh axis, or tuple of axes, that replicas are laid out along.
@@ -105,15 +107,15 @@ def data_parallel(
         reduced, not seen by the optimizer.
       hook, schedule, pack, op: as for ``reduce_gradients``.
       has_aux: ``loss_fn`` returns auxiliary output; see ``StepInfo`` for how it is reduced.
-      has_model_state: ``loss_fn`` takes and returns model state. After each ``train_step`` its floating-point leaves are
-        averaged over replicas, all others are replica 0's; torch takes replica 0's for all and so discards the other
-        replicas' statistics.
+      has_model_state: ``loss_fn`` takes and returns model state. After each ``train_step`` its floating-point leaves
+        are averaged over replicas, all others are replica 0's; torch takes replica 0's for all and so discards the
+        other replicas' statistics.
       has_rng: ``loss_fn`` takes a key, different for each step, replica and microbatch:
         ``fold_in(fold_in(fold_in(fold_in(rng, step), no-sync steps held back), replica), microbatch)``.
       order: ``"ready"`` (read from the traced gradient), ``"reverse"``, or a permutation of leaf indices. A hook with
         state needs its buckets before there is a batch to trace with: there "ready" means "reverse".
-      in_loops: reduce gradients inside the loops that make them, see ``value_and_grad``; by default on GPU and TPU. Hooks
-        with state reduce after the loop.
+      in_loops: reduce gradients inside the loops that make them, see ``value_and_grad``; by default on GPU and TPU.
+        Hooks with state reduce after the loop.
       compiler_options: XLA options for the compiled step.
 
     Returns:

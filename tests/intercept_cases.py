@@ -47,6 +47,10 @@ def end(h):
     return jnp.sum(h * (1 + jnp.arange(h.shape[-1], dtype=h.dtype)))
 
 
+def simple_loss(p, x):
+    return end(over_layers(x, p))
+
+
 BORN = {"layers/b": "loop 0", "layers/w": "loop 0"}
 
 
@@ -61,10 +65,16 @@ def layers_in_a_scan(**options):
     def loss(p, x):
         return end(over_layers(x, p["layers"], **options) @ p["head"])
 
-    return loss, {"layers": weights(), "head": integers(9, WIDTH, 2)}, BORN | {"head": "dot_general"}
+    return (
+        loss,
+        {"layers": weights(), "head": integers(9, WIDTH, 2)},
+        BORN | {"head": "dot_general"},
+    )
 
 
-@case(body={"what": "body"}, all_of_it={"what": "all"}, dots={"what": "dots"}, scan={"what": "scan"})
+@case(
+    body={"what": "body"}, all_of_it={"what": "all"}, dots={"what": "dots"}, scan={"what": "scan"}
+)
 def remat(what):
     policy = jax.checkpoint_policies.dots_saveable if what == "dots" else None
     body = jax.checkpoint(layer, policy=policy) if what in ("body", "dots") else layer
@@ -285,7 +295,9 @@ def last_microbatch_added_to_the_others(before):
 def inside_a_cond():
     def loss(p, x):
         return lax.cond(
-            jnp.sum(x) > 0, lambda: end(over_layers(x, p["layers"])), lambda: jnp.sum(p["layers"]["b"])
+            jnp.sum(x) > 0,
+            lambda: end(over_layers(x, p["layers"])),
+            lambda: jnp.sum(p["layers"]["b"]),
         )
 
     return loss, {"layers": weights()}, {"layers/b": "'cond'", "layers/w": "'cond'"}
@@ -296,10 +308,14 @@ def a_single_iteration():
     def loss(p, x):
         return end(over_layers(x, p["layers"]))
 
-    return loss, {"layers": weights(layers=1)}, {
-        "layers/b": "single iteration",
-        "layers/w": "single iteration",
-    }
+    return (
+        loss,
+        {"layers": weights(layers=1)},
+        {
+            "layers/b": "single iteration",
+            "layers/w": "single iteration",
+        },
+    )
 
 
 @case()

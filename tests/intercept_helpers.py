@@ -77,9 +77,9 @@ def run(fun: Callable[..., Any], mode: str, params: Any, batch: Any) -> Any:
         out = jax.pmap(fun, axis_name="data", in_axes=(None, 0))(params, split)
         return jax.tree.map(lambda x: x[0], out)
     if mode == "vmap":
-        out = jax.jit(
-            jax.vmap(fun, axis_name="data", in_axes=(None, 0)), compiler_options=QUICK
-        )(params, split)
+        out = jax.jit(jax.vmap(fun, axis_name="data", in_axes=(None, 0)), compiler_options=QUICK)(
+            params, split
+        )
         return jax.tree.map(lambda x: x[0], out)
     program = sharded(fun, check_vma=mode == "shard_map")
     return jax.jit(program, compiler_options=QUICK)(params, batch)
@@ -90,6 +90,15 @@ def sharded(fun: Callable[..., Any], *, check_vma: bool = True) -> Callable[...,
     return jax.shard_map(
         fun, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma
     )
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    """Bit for bit."""
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=True
+    ):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=str(path))
 
 
 def where(found: intercept.Interception, params: Any) -> dict[str, str]:

@@ -26,7 +26,12 @@ SCHEDULES = {
     "fused": schedules.fused(),
     "unordered": schedules.unordered(),
 }
-PACKINGS = {"flat": pack.flat(), "leaves": pack.leaves(), "auto": pack.auto()}
+PACKINGS = {
+    "flat": pack.flat(),
+    "leaves": pack.leaves(),
+    "auto": pack.auto(),
+    "auto(tpu)": pack.auto("tpu"),
+}
 
 REPLICAS = 4
 SHAPES = {

@@ -74,4 +74,5 @@ def assert_replicas_bit_equal(tree):
         shards = [np.asarray(shard.data) for shard in leaf.addressable_shards]
         assert len(shards) == len(leaf.sharding.device_set)
         for shard in shards[1:]:
-            assert shard.dtype == shards[0].dtype and shard.tobytes() == shards[0].tobytes()
+            assert shard.dtype == shards[0].dtype
+            assert shard.tobytes() == shards[0].tobytes()

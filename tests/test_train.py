@@ -230,7 +230,7 @@ def test_aux_metrics_are_averaged_and_counts_added(via):
 
     params = {"w": jnp.eye(12)}
     trainer = fdp.data_parallel(loss, optax.sgd(0.0), via=via, has_aux=True, num_microbatches=2)
-    state, info = trainer.train_step(trainer.init(params), DATA[0])
+    _state, info = trainer.train_step(trainer.init(params), DATA[0])
     _, expected = loss(params, DATA[0])
     np.testing.assert_allclose(info.aux["mae"], expected["mae"], rtol=1e-6)
     assert int(info.aux["hits"]) == int(expected["hits"])

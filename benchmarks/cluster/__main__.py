@@ -104,7 +104,7 @@ def main(argv: list[str]) -> int:
                 return 0
             print(describe(cluster), file=sys.stderr)
             outcome = cluster.run(
-                [command] * args.ranks, threads=args.threads, timeout=args.timeout
+                [as_command(command)] * args.ranks, threads=args.threads, timeout=args.timeout
             )
     except UnreachableRate as error:
         print(f"{made.prog}: {error}", file=sys.stderr)
