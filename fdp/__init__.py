@@ -6,6 +6,7 @@ from fdp.backward import reduce_in_backward
 from fdp.compat import varying
 from fdp.data import global_batch
 from fdp.grad import value_and_grad
+from fdp.options import suggested_bucket_bytes, suggested_compiler_options, usable_options
 from fdp.order import gradient_ready_order, unused_leaves
 from fdp.plan import Bucket, BucketPlan, plan_buckets
 from fdp.reduce import bucketed, reduce_gradients
@@ -32,7 +33,10 @@ __all__ = [
     "reduce_gradients",
     "reduce_in_backward",
     "schedules",
+    "suggested_bucket_bytes",
+    "suggested_compiler_options",
     "unused_leaves",
+    "usable_options",
     "value_and_grad",
     "varying",
 ]

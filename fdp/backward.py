@@ -48,7 +48,8 @@ def reduce_in_backward(
 
     Raises:
       NameError: the axis is not bound.
-      TypeError: a leaf has no gradient (integers, keys), or ``reduce`` changes the structure, a shape or a dtype.
+      TypeError: a leaf has no gradient (integers, keys); ``reduce`` changes the structure, a shape or a dtype, or
+        returns what still differs per replica although the parameters do not.
     """
     compat.axis_size(axis_name)
     if reduce is not None and options:
@@ -76,6 +77,7 @@ def reduce_in_backward(
     def backward(_: None, grads: Tree) -> tuple[Tree]:
         reduced = reduce(grads)
         _check_same(grads, reduced)
+        _check_reduced(reduced, types, axis_name)
         return (jax.tree.map(jaxprs.as_varying_as, reduced, types),)
 
     identity.defvjp(forward, backward)
@@ -95,4 +97,17 @@ def _check_same(grads: Any, reduced: Any) -> None:
             raise TypeError(
                 f"expected reduce to keep shapes and dtypes, but at {name!r} it made "
                 f"{new.dtype}{list(new.shape)} of {old.dtype}{list(old.shape)}."
+            )
+
+
+def _check_reduced(reduced: Any, types: Any, axis_name: AxisName) -> None:
+    """Raises where JAX's own type says that a gradient of replicated parameters was not reduced."""
+    for (path, grad), aval in zip(
+        jax.tree_util.tree_leaves_with_path(reduced), jax.tree.leaves(types), strict=True
+    ):
+        if not compat.varying_axes(grad) <= compat.aval_varying_axes(aval):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise TypeError(
+                f"expected reduce to return gradients that are equal on all replicas of axis {axis_name!r}, but at "
+                f"{name!r} they still differ: reduce them, for example with jax.lax.pmean(grads, {axis_name!r})."
             )

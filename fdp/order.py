@@ -170,8 +170,8 @@ def _trace(
         if "axis" not in str(error):
             raise
         raise NameError(
-            f"{error}: loss_fn reduces over a mesh axis that is not known here; pass its size, for example "
-            'axis_sizes={"data": 8}.'
+            "expected to know every mesh axis that loss_fn reduces over: pass their sizes, for example "
+            f'axis_sizes={{"data": 8}}. JAX says: {error}'
         ) from error
     values = [_Value(0, True)] * count
     for index, value in zip(differentiable, _outputs(closed), strict=True):

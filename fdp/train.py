@@ -13,15 +13,16 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from fdp import birth, drivers, schedules
+from fdp import pack as packings
 from fdp.accumulate import check_num_microbatches
 from fdp.birth import Born
 from fdp.compat import AxisName
 from fdp.data import check_batch, global_batch, replica_count
 from fdp.hooks import CommHook
 from fdp.loss import canonical_loss
+from fdp.options import suggested_bucket_bytes, suggested_compiler_options, usable_options
 from fdp.pack import Packing
 from fdp.plan import (
-    DEFAULT_BUCKET_BYTES,
     DEFAULT_FIRST_BUCKET_BYTES,
     BucketPlan,
     flatten_like_plan,
@@ -31,7 +32,7 @@ from fdp.replicate import replicate
 from fdp.schedules import Schedule
 from fdp.state import StepInfo, TrainState
 from fdp.step import Replicated, StepConfig, select_trainable, synced_step, unsynced_step
-from fdp.wire import make_wire
+from fdp.wire import Wire, make_wire
 
 
 class Trainer(NamedTuple):
@@ -73,7 +74,7 @@ def data_parallel(
     num_microbatches: int = 1,
     accumulate_dtype: Any = None,
     plan: BucketPlan | None = None,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int | None = None,
     first_bucket_bytes: int = DEFAULT_FIRST_BUCKET_BYTES,
     trainable: Callable[[str, Any], bool] | Any | None = None,
     hook: CommHook | None = None,
@@ -103,8 +104,9 @@ def data_parallel(
       num_microbatches: slices each replica's share of the batch is run in, one reduction for all.
       accumulate_dtype: dtype of the sums over microbatches; the gradients' own if not given.
       plan: a plan made for the same params; otherwise made with the three options below.
-      bucket_bytes, first_bucket_bytes, trainable: as for ``plan_buckets``. Frozen leaves are not differentiated, not
-        reduced, not seen by the optimizer.
+      bucket_bytes: cap of a bucket in bytes; ``suggested_bucket_bytes`` for the mesh's platform if not given.
+      first_bucket_bytes, trainable: as for ``plan_buckets``. Frozen leaves are not differentiated, not reduced, not
+        seen by the optimizer.
       hook, schedule, pack, op: as for ``reduce_gradients``.
       has_aux: ``loss_fn`` returns auxiliary output; see ``StepInfo`` for how it is reduced.
       has_model_state: ``loss_fn`` takes and returns model state. After each ``train_step`` its floating-point leaves
@@ -116,7 +118,8 @@ def data_parallel(
         state needs its buckets before there is a batch to trace with: there "ready" means "reverse".
       in_loops: reduce gradients inside the loops that make them, see ``value_and_grad``; by default on GPU and TPU.
         Hooks with state reduce after the loop.
-      compiler_options: XLA options for the compiled step.
+      compiler_options: XLA options for the compiled step; ``suggested_compiler_options`` for platform, schedule and
+        packing if not given, those that the compiler knows. ``{}`` asks for none.
 
     Returns:
       A ``Trainer``.
@@ -147,6 +150,9 @@ def data_parallel(
         )
 
     the_wire = make_wire(axis_name, hook=hook, schedule=schedule, pack=pack, op=op)
+    cap = suggested_bucket_bytes(_platform(mesh)) if bucket_bytes is None else bucket_bytes
+    if compiler_options is None and via == "shard_map":
+        compiler_options = _suggested(mesh, plan, cap, the_wire)
 
     def plan_for(params: Any, ready: Sequence[int] | None) -> BucketPlan:
         if plan is not None:
@@ -155,7 +161,7 @@ def data_parallel(
         wanted = ("reverse" if ready is None else ready) if order == "ready" else order
         return plan_buckets(
             params,
-            bucket_bytes=bucket_bytes,
+            bucket_bytes=cap,
             first_bucket_bytes=first_bucket_bytes,
             order=wanted,
             trainable=trainable,
@@ -271,6 +277,27 @@ def _default_mesh(axis_name: AxisName) -> Mesh:
             f"expected a mesh for axis_name={axis_name!r}: without one, all devices form one axis with one name."
         )
     return jax.make_mesh((jax.device_count(),), (axis_name,), axis_types=(AxisType.Auto,))
+
+
+def _platform(mesh: Mesh) -> str:
+    return mesh.devices.flat[0].platform
+
+
+def _suggested(mesh: Mesh, plan: BucketPlan | None, cap: int, wire: Wire) -> dict[str, Any]:
+    """Compiler options for buckets of up to ``cap`` bytes, where there is no plan to go by yet."""
+    if plan is None:
+        size = 2**40 if wire.schedule.name == "fused" else cap
+        halves = [jax.ShapeDtypeStruct((max(size // 2, 1),), jnp.float8_e4m3fn)] * 4
+        plan = plan_buckets(halves, bucket_bytes=max(size, 1), first_bucket_bytes=max(size, 1))
+    platform = _platform(mesh)
+    options = suggested_compiler_options(
+        platform,
+        plan,
+        schedule=wire.schedule,
+        pack=packings.auto(platform) if wire.packing.name == "auto" else wire.packing,
+    )
+    local = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+    return usable_options(options, (local or list(mesh.devices.flat))[0])
 
 
 def _process_share(mesh: Mesh, replicas: int) -> int:

@@ -120,11 +120,16 @@ def send(
         if after_backward:
             waited_for.append(dependency.token_of(list(gradients.values())))
         token = dependency.join(waited_for)
-        buffers = dependency.tie(wire.packing.pack(bucket, leaves), token)
+        buffers = wire.packing.pack(bucket, leaves)
+        passed = None
+        if any(k in later.after for later in launches[k + 1 :]):
+            buffers, passed = dependency.thread(buffers, token)
+        else:
+            buffers = dependency.tie(buffers, token)
         view = BucketView(bucket, k, k == len(launches) - 1, wire.axis_name, size, wire.op)
         out, states[k] = wire.hook.reduce(buffers, states[k], view)
         _check_reduced(wire.hook, view, buffers, out)
-        new_token = dependency.token_of(out)
+        new_token = dependency.join([dependency.token_of(out), passed])
         # A bucket without elements has no token of its own, and must not break the chain it is a link of.
         tokens.append(token if new_token is None else new_token)
         unpacked = wire.packing.unpack(bucket, out)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from intercept_cases import CASES, WIDTH, end, over_layers, simple_loss, weights
+from intercept_cases import CASES, LAYERS, WIDTH, end, over_layers, simple_loss, weights
 from intercept_helpers import integers, paths
 from jax.sharding import PartitionSpec as P
 

@@ -56,9 +56,13 @@ def slice_params(eqn: Any) -> dict[str, Any] | None:
         return params | {"permutation": _less_one(params["permutation"][1:])}
     if name == "squeeze" and 0 not in params["dimensions"]:
         return params | {"dimensions": _less_one(params["dimensions"])}
-    if name == "reshape" and params["new_sizes"][:1] == shape[:1]:
-        if params["dimensions"] is None and _is_trivial(params["sharding"]):
-            return params | {"new_sizes": params["new_sizes"][1:], "sharding": None}
+    if (
+        name == "reshape"
+        and params["new_sizes"][:1] == shape[:1]
+        and params["dimensions"] is None
+        and _is_trivial(params["sharding"])
+    ):
+        return params | {"new_sizes": params["new_sizes"][1:], "sharding": None}
     if name == "broadcast_in_dim" and params["broadcast_dimensions"][:1] == (0,):
         # Only what adds axes of size one: copies are better made after the reduction than sent.
         grows = math.prod(params["shape"]) != math.prod(shape)
