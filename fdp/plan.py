@@ -138,7 +138,7 @@ def plan_buckets(
     """Partitions ``params`` into buckets.
 
     Walks the leaves in ``order``. Each dtype has one open bucket; it closes when the next leaf would take it
-    over the cap. A leaf that is larger than the cap by itself gets a bucket of its own and leaves the open one
+    over the cap. A leaf that fills the cap by itself gets a bucket of its own and leaves the open one
     open, so that a model of large kernels and small biases does not send every bias alone. Buckets are launched
     in the order in which their *last* leaf comes up.
 
@@ -383,7 +383,7 @@ def _assign(
                 group.append(index)
                 open_[leaf.dtype] = (group, size + leaf.nbytes, cap)
                 continue
-        if leaf.nbytes > next_cap:
+        if leaf.nbytes >= next_cap:
             closed.append([index])
         else:
             if leaf.dtype in open_:
