@@ -67,6 +67,8 @@ class Network(nn.Module):
         x = nn.gelu(nn.Conv(16, (3, 3))(images))
         x = nn.gelu(nn.Conv(32, (3, 3))(x))
         x = nn.avg_pool(x, (2, 2), strides=(2, 2))
+        x = nn.gelu(nn.Conv(64, (3, 3))(x))
+        x = nn.avg_pool(x, (2, 2), strides=(2, 2))
         x = nn.gelu(nn.Dense(64)(x.reshape(x.shape[0], -1)))
         return nn.Dense(10)(x)
 
@@ -197,7 +199,7 @@ def mebibytes(text: str) -> int:
 def option_parser() -> Parser:
     parser = Parser(prog="digits.py", description="Trains on handwritten digits, data parallel.")
     for name, kind, default, help in (
-        ("--bucket-mb", mebibytes, "0.125", "cap of a bucket in MiB, default: 0.125"),
+        ("--bucket-mb", mebibytes, "0.08", "cap of a bucket in MiB, default: 0.08"),
         ("--microbatches", at_least(1), 1, "parts a device's images are run in, default: 1"),
         ("--epochs", at_least(1), EPOCHS, f"default: {EPOCHS}"),
         ("--seed", at_least(0), 0, "default: 0"),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -240,19 +239,22 @@ def _unknown(options: tuple[tuple[str, Any], ...], device: Any) -> tuple[str, ..
     """Names of the options that the compiler for ``device`` does not know."""
     sharding = NamedSharding(Mesh(np.array([device]), ("all",)), PartitionSpec())
     nothing = jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((), np.float32, sharding=sharding))
-    left, unknown = dict(options), list[str]()
-    while left:
+
+    def refusal(tried: dict[str, Any]) -> str:
         try:
-            nothing.compile(compiler_options=left)
-            break
+            nothing.compile(compiler_options=tried)
         except jax.errors.JaxRuntimeError as error:
-            # The compiler stops at the first one.
-            found = re.search(r"No such compile option: '([^']*)'", str(error))
-            if found is None or found[1] not in left:
-                break
-            unknown.append(found[1])
-            del left[found[1]]
-    return tuple(unknown)
+            return str(error)
+        return ""
+
+    # The compiler stops at the first one it does not like, so after a refusal each is tried alone.
+    if not refusal(dict(options)):
+        return ()
+    return tuple(
+        name
+        for name, value in options
+        if f"No such compile option: '{name}'" in refusal({name: value})
+    )
 
 
 def _is_chain(launches: Sequence[Launch]) -> bool:

@@ -11,7 +11,7 @@ the leaves bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,11 +42,21 @@ class Packing(NamedTuple):
 
 
 def flat() -> Packing:
-    """One buffer of shape ``[elements of the bucket]`` (torch DDP's layout, paper section 4.2)."""
+    """One buffer of shape ``[elements of the bucket]`` (torch DDP's layout, paper section 4.2).
+
+    Raises, when traced:
+      ValueError: another mesh axis is left to XLA's partitioner; one flat buffer would gather what is sharded over it.
+    """
 
     def pack(bucket: Bucket, leaves: Sequence[jax.Array]) -> Buffers:
         if len(leaves) == 1:
             return tuple(leaves)
+        automatic = _automatic_axes()
+        if automatic:
+            raise ValueError(
+                f"flat packing would gather leaves that are sharded over mesh axis {automatic[0]!r}, which is left to "
+                f"XLA's partitioner (bucket of {bucket.paths[0]!r}): use pack=fdp.pack.leaves(), or leave pack out."
+            )
         return (jnp.concatenate([jnp.ravel(leaf) for leaf in leaves]),)
 
     def unpack(bucket: Bucket, buffers: Buffers) -> tuple[jax.Array, ...]:
@@ -89,7 +99,7 @@ def auto(platform: str | None = None) -> Packing:
     """
 
     def chosen(bucket: Bucket) -> Packing:
-        if _has_automatic_axes():
+        if _automatic_axes():
             return leaves()
         on_tpu = (platform or compat.platform()) == "tpu"
         return leaves() if on_tpu and bucket.nbytes > FLAT_ON_TPU_BYTES else flat()
@@ -111,9 +121,10 @@ def count_buffers(packing: Packing, bucket: Bucket) -> int:
     return len(jax.eval_shape(lambda arrays: packing.pack(bucket, arrays), shapes))
 
 
-def _has_automatic_axes() -> bool:
+def _automatic_axes() -> list[Any]:
+    """Names of the mesh axes that XLA's partitioner shards over, where others are manual."""
     mesh = jax.sharding.get_abstract_mesh()
-    return any(
-        kind != AxisType.Manual and size > 1
-        for kind, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True)
-    ) and any(kind == AxisType.Manual for kind in mesh.axis_types)
+    kinds = list(zip(mesh.axis_names, mesh.axis_types, mesh.axis_sizes, strict=True))
+    if not any(kind == AxisType.Manual for _, kind, _ in kinds):
+        return []
+    return [name for name, kind, size in kinds if kind != AxisType.Manual and size > 1]

@@ -232,10 +232,7 @@ def data_parallel(
         params, model_state, rng = given["params"], given["model_state"], given["rng"]
         everywhere = NamedSharding(mesh, PartitionSpec())
         trainable_params = select_trainable(the_plan, params)
-        if mesh.devices.size == replicas:
-            opt_state = jax.jit(optimizer.init, out_shardings=everywhere)(trainable_params)
-        else:
-            opt_state = jax.jit(optimizer.init)(trainable_params)
+        opt_state = _init_optimizer(optimizer, trainable_params, mesh)
         step = jax.device_put(jnp.zeros((), jnp.int32), everywhere)
 
         def stacked_hook_state() -> Any:
@@ -269,6 +266,19 @@ def data_parallel(
         return birth.explain(traced(state, batch))
 
     return Trainer(init, train_step, no_sync_step, lower, plan_of, explain, mesh, axis_name)
+
+
+def _init_optimizer(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh) -> Any:
+    """The optimizer's state; what it keeps per parameter is laid out like the parameter."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    shardings = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda _, param: param.sharding,
+        jax.eval_shape(optimizer.init, params),
+        params,
+        transform_non_params=lambda _: everywhere,
+    )
+    return jax.jit(optimizer.init, out_shardings=shardings)(params)
 
 
 def _default_mesh(axis_name: AxisName) -> Mesh:

@@ -53,15 +53,24 @@ def oracle():
     }
 
 
-@pytest.mark.parametrize(
-    ("via", "microbatches", "cap", "pack"),
-    list(
-        itertools.product(
-            ("shard_map", "pmap"), (1, 2, 4), CAPS, (fdp.pack.flat(), fdp.pack.leaves())
+def grid():
+    """Every via x microbatches x cap x packing; a third of it in the fast suite, all of it in the slow one."""
+    packings = (fdp.pack.flat(), fdp.pack.leaves())
+    for via, microbatches, cap, pack in itertools.product(
+        ("shard_map", "pmap"), (1, 2, 4), CAPS, packings
+    ):
+        fast = (
+            cap == "some"
+            if microbatches == 2
+            else (cap == "leaf") == (pack.name == "leaves") and microbatches == 1
         )
-    ),
-    ids=lambda value: getattr(value, "name", str(value)),
-)
+        name = f"{via}-{microbatches}-{cap}-{pack.name}"
+        yield pytest.param(
+            via, microbatches, cap, pack, id=name, marks=[] if fast else [pytest.mark.slow]
+        )
+
+
+@pytest.mark.parametrize(("via", "microbatches", "cap", "pack"), list(grid()))
 def test_eight_replicas_equal_one_device(oracle, via, microbatches, cap, pack):
     optimizer, params, _, losses = oracle["sgd"]
     first = None

@@ -24,8 +24,8 @@ from jax import lax
 
 from fdp import jaxprs
 from fdp.intercept import _ops
-from fdp.intercept._births import Birth, Born, Cut, Slice, Whole
 from fdp.intercept._flatten import Step, Value
+from fdp.intercept._slices import Birth, Born, Cut, Slice, Whole
 
 Slices = dict[int, jax.Array]
 # (loop, unreduced slices, which iteration's, token, state) -> (reduced slices, token, state)
@@ -120,8 +120,10 @@ def run_loop(
     def iterate(k: Any, carry: Sequence[Any]) -> tuple[list[Any], Slices, list[Any]]:
         at = place(k)
         out = jaxprs.run_body(scan.body, [*consts, *carry, *(_cut(x, at) for x in stacked)])
+        done: dict[int, Any] = {}
         slices = {
-            leaf: _evaluate(birth.slice, out, values, at) for leaf, birth in plan.births.items()
+            leaf: _evaluate(birth.slice, out, values, at, done)
+            for leaf, birth in plan.births.items()
         }
         return out[: scan.num_carry], slices, [out[i] for i in plan.others]
 
@@ -167,16 +169,24 @@ def run_loop(
     return LoopResult(list(carry), list(others), reduced, token, state)
 
 
-def _evaluate(slice_: Slice, body_out: Sequence[Any], values: Mapping[Value, Any], at: Any) -> Any:
+def _evaluate(
+    slice_: Slice,
+    body_out: Sequence[Any],
+    values: Mapping[Value, Any],
+    at: Any,
+    done: dict[int, Any],
+) -> Any:
+    """The slice of iteration ``at``. ``done`` holds what is evaluated already, by identity."""
     if isinstance(slice_, Born):
         return body_out[slice_.output]
     if isinstance(slice_, Whole):
         return values[slice_.value]
     if isinstance(slice_, Cut):
         return _cut(values[slice_.value], at)
-    return _ops.apply_to_slice(
-        slice_.eqn, [_evaluate(arg, body_out, values, at) for arg in slice_.args]
-    )
+    if id(slice_) not in done:
+        args = [_evaluate(arg, body_out, values, at, done) for arg in slice_.args]
+        done[id(slice_)] = _ops.apply_to_slice(slice_.eqn, args)
+    return done[id(slice_)]
 
 
 def _cut(whole: Any, at: Any) -> Any:
