@@ -37,6 +37,18 @@ def accumulated(result, k=2, **options):
     )
 
 
+def flat_beside_an_automatic_axis():
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+
+    def fn(grads):
+        return fdp.reduce_gradients(grads, "data", pack=pack.flat())
+
+    mapped = jax.shard_map(
+        fn, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=False
+    )
+    return jax.make_jaxpr(mapped)({"a": jnp.ones(2), "b": jnp.ones(2)})
+
+
 def narrow():
     def reduce(buffers, state, view):
         return tuple(x[:1] for x in buffers), state
@@ -119,6 +131,16 @@ CASES = {
         ),
     ),
     # reduce
+    "flat packing beside an axis of the partitioner's": Case(
+        flat_beside_an_automatic_axis,
+        ValueError,
+        (
+            "flat packing would gather",
+            "mesh axis 'model'",
+            "bucket of 'b'",
+            "use pack=fdp.pack.leaves()",
+        ),
+    ),
     "unbound axis": Case(
         lambda: fdp.reduce_gradients(ONES, "data"),
         NameError,

@@ -246,3 +246,42 @@ def test_reduce_ready_may_leave_gradients_for_later():
     got = run(intercepted(loss, reduce_ready=ready), "shard_map", params, BATCH)
     assert_same(got, run(reduced_afterwards(loss), "shard_map", params, BATCH))
     assert offered == [[], [0]]
+
+
+@pytest.mark.parametrize(("count", "loops"), [(60, 1), (250, 0)])
+def test_long_ways_from_the_loop_to_the_gradient(count, loops):
+    """Each value is read twice by the next: followed once, or 2**60 times. Very long ways are not followed."""
+    seen = []
+
+    def folded(p, x):
+        grads = jax.grad(simple_loss)(p, x)
+        w = grads["w"]
+        for _ in range(count):
+            w = w * 0.5 + w * 0.5
+        return grads["b"], w
+
+    def fun(reduce_here, p, x):
+        if reduce_here:
+            return evaluated(folded, (p, x), {1: 1}, seen)[1]
+        return lax.psum(folded(p, x)[1], "data")
+
+    assert_same(*both(fun))
+    assert len(seen[0].loops) == loops
+    if not loops:
+        assert "more than 200 operations" in seen[0].placements[0].reason
+
+
+def test_loops_over_mutable_arrays_are_left_alone():
+    def loss(p, x):
+        count = jax.new_ref(jnp.zeros(()))
+
+        def body(h, one):
+            count[...] += 1
+            return layer(h, one), None
+
+        return end(lax.scan(body, x, p)[0]) + 0 * jax.lax.stop_gradient(count[...])
+
+    closed = jax.make_jaxpr(jax.grad(loss))(weights(), BATCH)
+    found = intercept.analyze(closed, {0: 0, 1: 1})
+    print(closed)
+    print(found)

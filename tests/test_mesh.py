@@ -40,7 +40,8 @@ def loss(params, batch):
 
 def sharded(mesh):
     return {
-        name: jax.device_put(leaf, NamedSharding(mesh, SPECS[name])) for name, leaf in params().items()
+        name: jax.device_put(leaf, NamedSharding(mesh, SPECS[name]))
+        for name, leaf in params().items()
     }
 
 
