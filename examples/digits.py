@@ -5,7 +5,7 @@
 
 Everything data parallel is in `train_data_parallel`. The rest is what any training program has: data, a model, a
 loss, and here also the same training on one device with nothing but optax, to compare with. The exit status
-is 1 if the network is worse than 97 % or differs from that of one device.
+is 1 if the network differs from that of one device or, after the default number of steps, is worse than 97 %.
 """
 
 import argparse
@@ -32,7 +32,7 @@ BATCH_SIZE = 32  # or the nearest size below that divides by devices x microbatc
 EPOCHS = 12
 WANTED_ACCURACY = 0.97
 # One device adds in another order, so its results are rounded differently: by up to 2e-5 for eight seeds on
-# 1 to 8 CPU devices. One bucket left unreduced made 1.1, and still 99 % accuracy.
+# 1 to 8 CPU devices. One bucket left unreduced made 3.6, and still 98 % accuracy.
 ALLOWED_DIFFERENCE = 1e-3
 
 Batch = dict[str, np.ndarray]
@@ -254,21 +254,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console()  # no colours where it is not a terminal
     params = train_data_parallel(run, trainer, held_out, console)
     alone = train_on_one_device(run, console)
-    return report(params, alone, held_out, options.epochs)
+    shorter = options.epochs < EPOCHS or batch_size > BATCH_SIZE  # fewer steps are a choice
+    return report(params, alone, held_out, 0.0 if shorter else WANTED_ACCURACY)
 
 
-def report(params: Any, alone: Any, held_out: Batch, epochs: int) -> int:
+def report(params: Any, alone: Any, held_out: Batch, wanted: float) -> int:
     """Prints both results; the exit status: 1 if one is not good enough."""
     score = float(accuracy(params, held_out))
     difference = largest_difference(params, alone)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     print(
-        f"\nheld-out accuracy: {score:.1%} of {len(held_out['label'])} images; "
-        f"{WANTED_ACCURACY:.0%} wanted\nlargest difference from the one-device run: {difference:.1e} "
+        f"\nheld-out accuracy: {score:.1%} of {len(held_out['label'])} images"
+        + (f"; {wanted:.0%} wanted" if wanted else "")
+        + f"\nlargest difference from the one-device run: {difference:.1e} "
         f"in any of {count:,} parameters; {ALLOWED_DIFFERENCE:.0e} allowed"
     )
     failures: list[str] = []
-    if score < WANTED_ACCURACY and epochs >= EPOCHS:  # fewer are a choice
+    if score < wanted:
         failures.append("the network is not accurate enough")
     if not difference <= ALLOWED_DIFFERENCE:  # NaN fails too
         failures.append("data parallel training is not the same as training on one device")

@@ -31,12 +31,17 @@ from jax.sharding import PartitionSpec as P
 BATCH = integers(100, 32, WIDTH)
 
 
+def check(loss, params, mode, **options):
+    """Reduces in both ways, in one program: compiling is most of the time this takes."""
+    here, afterwards = intercepted(loss, **options), reduced_afterwards(loss)
+    assert_same(*run(lambda *args: (here(*args), afterwards(*args)), mode, params, BATCH))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_placements_and_values(name):
     loss, params, expected = CASES[name]()
     seen = []
-    got = run(intercepted(loss, seen=seen), "shard_map", params, BATCH)
-    assert_same(got, run(reduced_afterwards(loss), "shard_map", params, BATCH))
+    check(loss, params, "shard_map", seen=seen)
     found = where(seen[0], params)
     assert found.keys() == expected.keys()
     for path, words in expected.items():
@@ -56,16 +61,14 @@ def test_placements_and_values(name):
 def test_every_way_to_have_an_axis(name, peel, mode):
     loss, params, _ = CASES[name]()
     seen = []
-    got = run(intercepted(loss, seen=seen, peel=peel), mode, params, BATCH)
+    check(loss, params, mode, seen=seen, peel=peel)
     assert seen[0].loops
-    assert_same(got, run(reduced_afterwards(loss), mode, params, BATCH))
 
 
 @pytest.mark.parametrize("variant", ["unroll 2", "unroll 3", "unroll all"])
 def test_zeros_in_the_first_iteration_of_an_unrolled_loop(variant):
     loss, params, _ = CASES[f"layers in a scan, {variant}"]()
-    got = run(intercepted(loss, peel=False), "shard_map", params, BATCH)
-    assert_same(got, run(reduced_afterwards(loss), "shard_map", params, BATCH))
+    check(loss, params, "shard_map", peel=False)
 
 
 @pytest.mark.parametrize("peel", [True, False], ids=["peel", "zeros"])

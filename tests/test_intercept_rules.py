@@ -273,6 +273,7 @@ def test_long_ways_from_the_loop_to_the_gradient(count, loops):
 
 def test_loops_over_mutable_arrays_are_left_alone():
     """Where autodiff hands the array on to the gradient's loop; newer releases of JAX do not."""
+
     def loss(p, x):
         count = jax.new_ref(jnp.zeros(()))
 
