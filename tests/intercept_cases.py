@@ -35,7 +35,7 @@ def weights(key=0, layers=LAYERS):
 
 
 def layer(h, one):
-    return jax.nn.relu(h @ one["w"] + one["b"])
+    return h + jax.nn.relu(h @ one["w"] + one["b"])
 
 
 def over_layers(h, layers, body=layer, **options):

@@ -2,6 +2,8 @@
 
 import ast
 import os
+import importlib
+import importlib.util
 import re
 import socket
 import subprocess
@@ -170,6 +172,12 @@ def test_every_name_of_fdp_exists():
     for dotted in sorted(set(re.findall(r"\bfdp((?:\.[a-z_]+)+)\b(?!\.py)", TEXT))):
         value = fdp
         for part in dotted.strip(".").split("."):
+            module = ".".join([value.__name__, part]) if hasattr(value, "__path__") else ""
+            if not hasattr(value, part) and module and importlib.util.find_spec(module):
+                value = importlib.import_module(
+                    module
+                )  # a program, such as fdp.launch, is not imported by fdp
+                continue
             assert hasattr(value, part), f"README names fdp{dotted}"
             value = getattr(value, part)
 
