@@ -26,13 +26,16 @@ def global_batch(batch: Any, mesh: Mesh, axis_name: AxisName = "data") -> Any:
       axis_name: mesh axis, or tuple of axes.
 
     Returns:
-      The same tree of global ``jax.Array``s.
+      The same tree of global ``jax.Array``s; ``jax.ShapeDtypeStruct`` leaves get the sharding.
     """
     sharding = NamedSharding(mesh, PartitionSpec(axis_name))
-    if jax.process_count() == 1:
+    shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch))
+    if jax.process_count() == 1 and not shapes:
         return jax.device_put(batch, sharding)
 
-    def place(x: Any) -> jax.Array:
+    def place(x: Any) -> Any:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             return x
         return jax.make_array_from_process_local_data(sharding, x)

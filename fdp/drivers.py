@@ -95,7 +95,14 @@ def pmap_driver(
 
 def split_over_replicas(batch: Any, replicas: int) -> Any:
     """Batch leaves ``[examples, ...]`` as ``[replicas, examples / replicas, ...]``."""
-    return jax.tree.map(lambda x: x.reshape(replicas, -1, *x.shape[1:]), batch)
+
+    def split(x: Any) -> Any:
+        shape = (replicas, x.shape[0] // replicas, *x.shape[1:])
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(shape, x.dtype)
+        return x.reshape(shape)
+
+    return jax.tree.map(split, batch)
 
 
 def _squeeze(tree: Any) -> Any:

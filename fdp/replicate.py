@@ -7,6 +7,7 @@ torch DDP verifies shapes across ranks and broadcasts rank 0's values when it is
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from fdp.plan import path_string
 def replicate(tree: Any, mesh: Mesh, what: str = "params") -> Any:
     """Copies process 0's values of ``tree`` to every device of ``mesh``, after verifying that processes agree.
 
-    Always a copy: the result may be donated without taking the caller's arrays along. Arrays that are already sharded
+    Shapes (``jax.ShapeDtypeStruct``) become shapes with the sharding they would have. Otherwise always a copy: the result may be donated without taking the caller's arrays along. Arrays that are already sharded
     over this mesh (a model that is sharded over other axes) keep their sharding.
 
     Args:
@@ -32,20 +33,44 @@ def replicate(tree: Any, mesh: Mesh, what: str = "params") -> Any:
     Raises:
       ValueError: processes hold different trees; names the first path that differs and the process.
     """
+    if is_abstract(tree):
+        return jax.tree.map(lambda x: abstract(x, _sharding_on(x, mesh)), tree)
     if jax.process_count() > 1:
         verify_same_structure(tree, what)
         tree = _broadcast(tree)
 
-    def sharding_of(x: Any) -> NamedSharding:
-        kept = getattr(x, "sharding", None)
-        if isinstance(kept, NamedSharding) and kept.mesh == mesh:
-            return kept
-        return NamedSharding(mesh, PartitionSpec())
-
-    shardings = jax.tree.map(sharding_of, tree)
+    shardings = jax.tree.map(lambda x: _sharding_on(x, mesh), tree)
     placed = jax.device_put(tree, shardings)
     # device_put may hand back the caller's own buffers, whatever may_alias says, for the device they live on already.
     return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)(placed)
+
+
+def is_abstract(tree: Any) -> bool:
+    """Whether ``tree`` holds shapes in place of arrays."""
+    return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree))
+
+
+def abstract(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    """The shape, dtype and a sharding."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def make(fn: Callable[..., Any], shardings: Any, *args: Any) -> Any:
+    """``fn(*args)`` laid out by ``shardings`` (a tree, or one for all); shapes if ``args`` are."""
+    if not is_abstract(args):
+        return jax.jit(fn, out_shardings=shardings)(*args)
+    shapes = jax.eval_shape(fn, *args)
+    if not isinstance(shardings, NamedSharding):
+        return jax.tree.map(abstract, shapes, shardings)
+    return jax.tree.map(lambda x: abstract(x, shardings), shapes)
+
+
+def _sharding_on(x: Any, mesh: Mesh) -> NamedSharding:
+    """Its own sharding if that is on this mesh, replicated otherwise."""
+    kept = getattr(x, "sharding", None)
+    if isinstance(kept, NamedSharding) and kept.mesh == mesh:
+        return kept
+    return NamedSharding(mesh, PartitionSpec())
 
 
 def describe(tree: Any) -> list[str]:

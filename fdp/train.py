@@ -28,7 +28,7 @@ from fdp.plan import (
     flatten_like_plan,
     plan_buckets,
 )
-from fdp.replicate import replicate
+from fdp.replicate import make, replicate
 from fdp.schedules import Schedule
 from fdp.state import StepInfo, TrainState
 from fdp.step import Replicated, StepConfig, select_trainable, synced_step, unsynced_step
@@ -40,7 +40,8 @@ class Trainer(NamedTuple):
 
     Attributes:
       init: ``(params, *, model_state=None, rng=None) -> TrainState``. Copies process 0's values to every device, after
-        verifying that every process holds the same structure, shapes and dtypes.
+        verifying that every process holds the same structure, shapes and dtypes. Of shapes (``jax.ShapeDtypeStruct``)
+        it makes a state of shapes, to ``lower`` for devices that are not there.
       train_step: ``(state, batch) -> (TrainState, StepInfo)``. Batch leaves are ``[examples, ...]``: the whole batch
         in one process, this process's share with several. The state passed in is consumed.
       no_sync_step: ``(state, batch) -> (TrainState, StepInfo)``. Computes gradients and holds them back on each
@@ -233,9 +234,9 @@ def data_parallel(
         everywhere = NamedSharding(mesh, PartitionSpec())
         trainable_params = select_trainable(the_plan, params)
         opt_state = _init_optimizer(optimizer, trainable_params, mesh)
-        step = jax.device_put(jnp.zeros((), jnp.int32), everywhere)
+        step = make(lambda _: jnp.zeros((), jnp.int32), everywhere, params)
 
-        def stacked_hook_state() -> Any:
+        def stacked_hook_state(_: Any) -> Any:
             launches = schedules.check_launches(the_wire.schedule, the_plan)
             one = tuple(the_wire.hook.init(launch.bucket) for launch in launches)
             return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), one)
@@ -245,7 +246,7 @@ def data_parallel(
         else:
             count, holders = replicas, mesh
         per_replica = NamedSharding(holders, PartitionSpec(axis_name))
-        hook_state = jax.jit(stacked_hook_state, out_shardings=per_replica)()
+        hook_state = make(stacked_hook_state, per_replica, params)
         return TrainState(step, params, opt_state, model_state, rng, hook_state, None)
 
     def traced(state: TrainState, batch: Any) -> Born:
@@ -278,7 +279,7 @@ def _init_optimizer(optimizer: optax.GradientTransformation, params: Any, mesh: 
         params,
         transform_non_params=lambda _: everywhere,
     )
-    return jax.jit(optimizer.init, out_shardings=shardings)(params)
+    return make(optimizer.init, shardings, params)
 
 
 def _default_mesh(axis_name: AxisName) -> Mesh:

@@ -1,9 +1,9 @@
 """Runs the README: every Python block in order, every file it shows, and looks up what it points to."""
 
 import ast
-import os
 import importlib
 import importlib.util
+import os
 import re
 import socket
 import subprocess

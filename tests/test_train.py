@@ -437,3 +437,20 @@ def test_pmap_with_as_many_leaves_as_arguments():
     expected, _, _ = one_device_run(loss, optax.sgd(0.1), jnp.eye(8), [batch])
     state, _ = run(fdp.data_parallel(loss, optax.sgd(0.1), via="pmap"), [batch], jnp.eye(8))
     assert relative_difference(state.params, expected) <= 1e-6
+
+
+@pytest.mark.parametrize("via", ["shard_map", "pmap"])
+def test_shapes_in_place_of_arrays_lower_to_the_same_program(via):
+    trainer = fdp.data_parallel(mlp_loss, optax.adam(1e-2), via=via)
+    real = trainer.init(mlp_params())
+
+    def shapes(tree):
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+    state = trainer.init(shapes(mlp_params()))
+    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), real
+    )
+    text = trainer.lower(state, shapes(DATA[0])).as_text()
+    assert text == trainer.lower(real, DATA[0]).as_text()
