@@ -12,12 +12,12 @@ from fdp import birth, compat, wire
 from fdp.compat import AxisName
 from fdp.hooks import CommHook
 from fdp.loss import check_scalar_loss
+from fdp.match import flatten_like_plan
 from fdp.pack import Packing
 from fdp.plan import (
     DEFAULT_BUCKET_BYTES,
     DEFAULT_FIRST_BUCKET_BYTES,
     BucketPlan,
-    flatten_like_plan,
     plan_buckets,
 )
 from fdp.reduce import check_plan

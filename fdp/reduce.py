@@ -14,8 +14,9 @@ import optax
 from fdp import compat, schedules, wire
 from fdp.compat import AxisName
 from fdp.hooks import CommHook
+from fdp.match import flatten_like_plan
 from fdp.pack import Packing
-from fdp.plan import BucketPlan, flatten_like_plan, plan_buckets
+from fdp.plan import BucketPlan, plan_buckets
 from fdp.schedules import Schedule
 from fdp.wire import HookStates
 

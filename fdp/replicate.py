@@ -22,8 +22,9 @@ from fdp.plan import path_string
 def replicate(tree: Any, mesh: Mesh, what: str = "params") -> Any:
     """Copies process 0's values of ``tree`` to every device of ``mesh``, after verifying that processes agree.
 
-    Shapes (``jax.ShapeDtypeStruct``) become shapes with the sharding they would have. Otherwise always a copy: the result may be donated without taking the caller's arrays along. Arrays that are already sharded
-    over this mesh (a model that is sharded over other axes) keep their sharding.
+    Shapes (``jax.ShapeDtypeStruct``) become shapes with the sharding they would have. Otherwise always a copy: the
+    result may be donated without taking the caller's arrays along. Arrays that are already sharded over this mesh (a
+    model that is sharded over other axes) keep their sharding.
 
     Args:
       tree: pytree of arrays, the same structure, shapes and dtypes in every process.

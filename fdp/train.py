@@ -14,18 +14,18 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from fdp import birth, drivers, schedules
 from fdp import pack as packings
-from fdp.accumulate import check_num_microbatches
 from fdp.birth import Born
+from fdp.checks import check_arguments, check_init, check_state
 from fdp.compat import AxisName
 from fdp.data import check_batch, global_batch, replica_count
 from fdp.hooks import CommHook
 from fdp.loss import canonical_loss
+from fdp.match import flatten_like_plan
 from fdp.options import suggested_bucket_bytes, suggested_compiler_options, usable_options
 from fdp.pack import Packing
 from fdp.plan import (
     DEFAULT_FIRST_BUCKET_BYTES,
     BucketPlan,
-    flatten_like_plan,
     plan_buckets,
 )
 from fdp.replicate import make, replicate
@@ -140,7 +140,7 @@ def data_parallel(
       >>> float(info.loss), int(state.step)
       (1.0, 1)
     """
-    _check_arguments(loss_fn, optimizer, via, num_microbatches, plan, compiler_options)
+    check_arguments(loss_fn, optimizer, via, num_microbatches, plan, compiler_options)
     mesh = _default_mesh(axis_name) if mesh is None else mesh
     replicas = replica_count(mesh, axis_name)
     share = _process_share(mesh, replicas)
@@ -202,7 +202,7 @@ def data_parallel(
     unsynced_driver = driver(unsynced, donate=(2,))
 
     def arguments(state: TrainState, batch: Any) -> tuple[Any, Any, Any, Any]:
-        _check_state(state)
+        check_state(state)
         check_batch(batch, share, num_microbatches, jax.process_count())
         if via == "pmap":
             batch = drivers.split_over_replicas(batch, share)
@@ -225,7 +225,7 @@ def data_parallel(
         return (synced_driver if sync else unsynced_driver).lower(*arguments(state, batch))
 
     def init(params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
-        _check_init(has_model_state, model_state, has_rng, rng)
+        check_init(has_model_state, model_state, has_rng, rng)
         the_plan = plan_for(params, None)
         given = replicate(
             {"params": params, "model_state": model_state, "rng": rng}, mesh, "init arguments"
@@ -322,53 +322,3 @@ def _process_share(mesh: Mesh, replicas: int) -> int:
             f"expected process {mine} to own devices of the mesh, which are all on {sorted(processes)}."
         )
     return max(1, replicas // len(processes))
-
-
-def _check_arguments(
-    loss_fn: Any, optimizer: Any, via: Any, num_microbatches: Any, plan: Any, compiler_options: Any
-) -> None:
-    if not callable(loss_fn):
-        raise TypeError(
-            f"expected loss_fn to be a function (params, batch) -> loss, got {loss_fn!r}."
-        )
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        hint = (
-            "call it, for example optax.sgd(0.1)"
-            if callable(optimizer)
-            else "for example optax.sgd(0.1)"
-        )
-        raise TypeError(
-            f"expected an optax optimizer with init and update, got {optimizer!r}: {hint}."
-        )
-    if via not in ("shard_map", "pmap"):
-        raise ValueError(f'expected via to be "shard_map" or "pmap", got {via!r}.')
-    if via == "pmap" and compiler_options:
-        raise ValueError('compiler_options need via="shard_map": jax.pmap takes none.')
-    check_num_microbatches(num_microbatches)
-    if plan is not None and not isinstance(plan, BucketPlan):
-        raise TypeError(
-            f"expected plan to be a BucketPlan, got {type(plan).__name__}: fdp.plan_buckets(params)."
-        )
-
-
-def _check_state(state: Any) -> None:
-    if not isinstance(state, TrainState):
-        raise TypeError(
-            f"expected a TrainState, got {type(state).__name__}: make it with trainer.init(params), and pass the state "
-            "that the last step returned."
-        )
-
-
-def _check_init(has_model_state: bool, model_state: Any, has_rng: bool, rng: Any) -> None:
-    for name, wanted, value in (
-        ("model_state", has_model_state, model_state),
-        ("rng", has_rng, rng),
-    ):
-        if wanted and value is None:
-            raise ValueError(f"expected init(params, {name}=...), since has_{name}=True; got none.")
-        if not wanted and value is not None:
-            raise ValueError(
-                f"got {name}=... in init, but loss_fn does not take it: pass has_{name}=True to data_parallel."
-            )
-    if rng is not None and not isinstance(rng, jax.Array) and not isinstance(rng, np.ndarray):
-        raise TypeError(f"expected rng to be a key such as jax.random.key(0), got {rng!r}.")

@@ -180,7 +180,7 @@ CASES = {
         ),
     ),
     "a container where the plan has a leaf": Case(
-        lambda: fdp.plan.flatten_like_plan(
+        lambda: fdp.match.flatten_like_plan(
             PLAN, {"a": jnp.zeros((2, 3)), "b": {"c": [1.0, 2.0]}}, "params"
         ),
         ValueError,

@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     ("compat", "errors"),
     ("dependency", "jaxprs", "loss", "state", "plan"),
-    ("order", "pack", "schedules", "scalars", "accumulate", "replicate", "data"),
+    ("order", "match", "pack", "schedules", "scalars", "accumulate", "replicate", "data"),
     ("hooks", "drivers", "options"),
-    ("wire", "intercept"),
+    ("wire", "intercept", "checks"),
     ("birth", "reduce"),
     ("grad", "backward", "step"),
     ("train",),

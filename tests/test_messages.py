@@ -14,7 +14,9 @@ from message_cases_plan import Case
 
 import fdp
 
-CORE = "compat plan pack hooks schedules dependency wire reduce accumulate scalars loss".split()
+CORE = (
+    "compat plan match pack hooks schedules dependency wire reduce accumulate scalars loss".split()
+)
 CASES = {**message_cases_plan.CASES, **message_cases_reduce.CASES}
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import optax
 import pytest
 
-from fdp.plan import BucketPlan, flatten_like_plan, make_bucket, plan_buckets
+from fdp.match import flatten_like_plan
+from fdp.plan import BucketPlan, make_bucket, plan_buckets
 
 KIB = 1024
 
