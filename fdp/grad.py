@@ -119,9 +119,9 @@ def value_and_grad(
       >>> import jax, jax.numpy as jnp, fdp
       >>> grad_fn = fdp.value_and_grad(lambda w, x: jnp.mean(w * x), "data")
       >>> x = jnp.arange(8.0).reshape(4, 2)  # four replicas
-      >>> losses, grads = jax.vmap(grad_fn, in_axes=(None, 0), axis_name="data")(2.0, x)
+      >>> losses, grads = jax.vmap(grad_fn, in_axes=(None, 0), axis_name="data")(jnp.float32(2), x)
       >>> grads
-      Array([3.5, 3.5, 3.5, 3.5], dtype=float32, weak_type=True)
+      Array([3.5, 3.5, 3.5, 3.5], dtype=float32)
     """
     the_wire = wire.make_wire(axis_name, hook=hook, schedule=schedule, pack=pack, op=op)
     check_plan(plan)

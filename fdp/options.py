@@ -162,6 +162,7 @@ def suggested_compiler_options(
       ValueError: the platform is unknown.
 
     Example:
+      >>> import fdp
       >>> fdp.suggested_compiler_options("gpu", schedule=fdp.schedules.unordered())
       {'xla_gpu_all_reduce_combine_threshold_bytes': '0'}
     """

@@ -99,9 +99,11 @@ def collectives(compiled: Inspectable) -> tuple[Collective, ...]:
       ValueError: the text is no compiled program of a backend that is known.
 
     Example:
-      >>> lowered = jax.jit(step).lower(params, batch)  # doctest: +SKIP
-      >>> [(c.kind, c.nbytes) for c in collectives(lowered.compile())]  # doctest: +SKIP
-      [('all-reduce', 4194304), ('all-reduce', 26214400)]
+      >>> import jax, jax.numpy as jnp, fdp
+      >>> mean = jax.pmap(lambda x: jax.lax.pmean(x, "data"), axis_name="data")
+      >>> compiled = mean.lower(jnp.ones((jax.device_count(), 256))).compile()
+      >>> [(c.kind, c.nbytes) for c in fdp.inspect.collectives(compiled)]
+      [('all-reduce', 1024)]
     """
     program = load(compiled)
     found: list[Collective] = []
