@@ -92,8 +92,8 @@ def compute(
     def reduce_ready(gradients: dict[int, Any], token: Any) -> tuple[dict[int, Any], Any]:
         wire.refuse_already_summed(the_wire, plan, gradients)
         before = progress[0]
-        progress[0] = wire.send(the_wire, launches, gradients, before)
-        return {}, token
+        progress[0] = now = wire.send(the_wire, launches, gradients, before, after=token)
+        return {}, now.token if len(now.tokens) > len(before.tokens) else token
 
     flat_args = jax.tree.leaves(args)
     evaluation = intercept.evaluate(
@@ -154,11 +154,8 @@ def _slice_reducer(the_wire: Wire, plan: BucketPlan) -> Callable[..., Any]:
         leaves = {i: by_path[spec.path] for i, spec in enumerate(slice_plan.leaves)}
         launches = the_wire.schedule.launches(slice_plan)
         states = tuple(the_wire.hook.init(launch.bucket) for launch in launches)
-        # Iterations are a chain by themselves; only unrolled ones share a computation that XLA could merge them in.
-        chained = loop.unroll > 1
-        sent = wire.send(
-            the_wire, launches, leaves, wire.nothing_sent(states), after=token if chained else None
-        )
+        # Also behind what was sent before the loop: its last bucket then overlaps the first iteration.
+        sent = wire.send(the_wire, launches, leaves, wire.nothing_sent(states), after=token)
         reduced = {leaf_of[spec.path]: sent.reduced[i] for i, spec in enumerate(slice_plan.leaves)}
         new_token = sent.token
         return reduced, token if new_token is None else new_token, state

@@ -84,9 +84,12 @@ def synced_step(
         jax.tree.map(scalars.mean_or_sum, aux),
         jax.tree.map(scalars.mean_or_first, model_state),
     )
-    loss, aux, model_state = scalars.reduce_small(born.outputs, how, config.axis_name, size)
     # The loss exists before the backward starts: its reduction goes first, hidden behind the backward, and
-    # is part of the one order in which all replicas communicate.
+    # is part of the one order in which all replicas communicate. Where loops have reduced, it follows them:
+    # XLA would join it with a bucket in front of a loop, and then copy that bucket (GPU) or not overlap it (TPU).
+    (loss,) = dependency.tie([loss], born.after_loops)
+    small = (loss, aux, model_state)
+    loss, aux, model_state = scalars.reduce_small(small, how, config.axis_name, size)
     reduced, new_hook_state = birth.finish(
         config.wire, born, after=dependency.token_of([loss]) if size > 1 else None
     )
