@@ -17,9 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fdp import compat, dependency, intercept, schedules, wire
+from fdp import compat, dependency, intercept, jaxprs, schedules, wire
 from fdp.intercept import Interception
-from fdp.order import ready_order
+from fdp.order import read_gradients
 from fdp.plan import BucketPlan, plan_buckets, without
 from fdp.schedules import Launch
 from fdp.wire import HookStates, Sent, Wire
@@ -36,7 +36,8 @@ class Born:
       outputs: everything the computation returned besides gradients.
       grads: this replica's gradients by leaf index, those that are not reduced yet.
       in_loops: gradients that were reduced inside loops, by leaf index.
-      plan: the plan of all gradients.
+      plan: the plan of all gradients that are not zero by the program.
+      zeros: the others, by leaf index: zeros, equal everywhere, that nobody has to send.
       launches: what is sent outside of loops.
       sent: what of that is sent already.
       after_loops: token; exists once the last loop's reductions do.
@@ -47,6 +48,7 @@ class Born:
     grads: Mapping[int, Any]
     in_loops: Mapping[int, Any]
     plan: BucketPlan
+    zeros: Mapping[int, Any]
     launches: tuple[Launch, ...]
     sent: Sent
     after_loops: Any
@@ -69,15 +71,23 @@ def compute(
       local_fn: ``(*args) -> (outputs, grads)``; ``grads`` is a list, the gradients of the planned leaves by leaf index.
       args: its arguments, varying over the axis where JAX tracks that.
       plan_for: given the order in which gradients are ready, as positions among the planned leaves, the plan.
-      states: hook states, one per launch of the plan; None for a hook without state.
+      states: hook states, one per launch of the plan; None for a hook without state. With them everything in the plan
+        is launched, gradients that are zero by the program too: the states were made before there was a program.
       in_loops: whether to look for loops.
+
+    Raises:
+      ValueError: the plan has a leaf in no bucket, and its gradient is not zero.
     """
     closed, shapes = jax.make_jaxpr(local_fn, return_shape=True)(*args)
     out_tree = jax.tree.structure(shapes[0])
     positions = range(out_tree.num_leaves, len(closed.out_avals))
-    plan = plan_for(ready_order(closed, positions))
+    order, zero = read_gradients(closed, positions)
+    plan = plan_for(order)
     planned = [i for i, spec in enumerate(plan.leaves) if spec.planned]
-    leaf_at = dict(zip(positions, planned, strict=True))
+    unused = {planned[i] for i in zero} if states is None else set[int]()
+    plan = without(plan, unused)
+    _check_covered(plan, planned, unused)
+    leaf_at = {p: leaf for p, leaf in zip(positions, planned, strict=True) if leaf not in unused}
     alone = compat.axis_size(the_wire.axis_name) == 1
     look = in_loops and the_wire.schedule.in_loops and states is None and not alone
     interception = intercept.analyze(
@@ -102,13 +112,30 @@ def compute(
         reduce_slices=_slice_reducer(the_wire, plan),
         reduce_ready=reduce_ready,
         token=jnp.zeros((), jnp.float32),
+        # On GPU what is sent before a loop overlaps only with an iteration outside of it; on TPU with the loop as it
+        # is, and one copy of the body less is compiled.
+        peel=compat.platform() != "tpu",
     )
     outputs = jax.tree.unflatten(out_tree, evaluation.outputs[: out_tree.num_leaves])
-    gradients = {leaf_at[p]: evaluation.outputs[p] for p in positions}
+    gradients = {leaf: evaluation.outputs[p] for p, leaf in leaf_at.items()}
+    zeros = {i: jnp.zeros(plan.leaves[i].shape, plan.leaves[i].dtype) for i in sorted(unused)}
     reduced = {leaf: g for leaf, g in gradients.items() if leaf in evaluation.reduced}
     local = {leaf: g for leaf, g in gradients.items() if leaf not in evaluation.reduced}
     after = evaluation.token if interception.loops else None
-    return Born(outputs, local, reduced, plan, launches, progress[0], after, interception)
+    return Born(outputs, local, reduced, plan, zeros, launches, progress[0], after, interception)
+
+
+def compute_unreduced(
+    local_fn: Callable[..., tuple[Any, Any]], args: Sequence[Any]
+) -> tuple[Any, list[Any]]:
+    """(outputs, gradients) of a ``local_fn`` as for ``compute``; None for gradients that are zero by the program."""
+    closed, shapes = jax.make_jaxpr(local_fn, return_shape=True)(*args)
+    out_tree = jax.tree.structure(shapes[0])
+    positions = range(out_tree.num_leaves, len(closed.out_avals))
+    zero = set(read_gradients(closed, positions)[1])
+    values = jaxprs.run_body(jaxprs.body_of(closed), jax.tree.leaves(args))
+    gradients = [None if i in zero else values[p] for i, p in enumerate(positions)]
+    return jax.tree.unflatten(out_tree, values[: out_tree.num_leaves]), gradients
 
 
 def finish(
@@ -126,16 +153,34 @@ def finish(
     """
     wire.refuse_already_summed(the_wire, born.plan, born.grads)
     if compat.axis_size(the_wire.axis_name) == 1:
-        return wire.alone(the_wire, born.grads), born.sent.states
+        return {**born.zeros, **wire.alone(the_wire, born.grads)}, born.sent.states
     first = dependency.join([after, born.after_loops])
     sent = wire.send(the_wire, born.launches, born.grads, born.sent, after=first)
-    return {**born.in_loops, **sent.reduced}, sent.states
+    return {**born.zeros, **born.in_loops, **sent.reduced}, sent.states
 
 
 def explain(born: Born) -> str:
-    """The plan as a table, then what was decided about loops."""
+    """The plan as a table, leaves whose gradient is zero by the program, then what was decided about loops."""
     paths = [leaf.path for leaf in born.plan.leaves]
-    return f"{born.plan}\n{born.interception.report(paths)}"
+    lines = [str(born.plan), born.interception.report(paths)]
+    if born.zeros:
+        named = ", ".join(paths[i] for i in born.zeros)
+        lines.insert(
+            1, f"{len(born.zeros)} leaves unused by the loss, gradient zero, not reduced: {named}"
+        )
+    return "\n".join(lines)
+
+
+def _check_covered(plan: BucketPlan, planned: Sequence[int], unused: set[int]) -> None:
+    """Raises where a gradient is in no bucket: it would stay what this replica made of it."""
+    bucketed = {i for bucket in plan.buckets for i in bucket.leaf_indices}
+    missing = [plan.leaves[i].path for i in planned if i not in bucketed and i not in unused]
+    if missing:
+        raise ValueError(
+            f"expected a plan with every trainable leaf that the loss uses in a bucket, got one without "
+            f"{missing[0]!r}: it was made for a loss that does not use it. Make the plan anew "
+            "(fdp.plan_buckets(params), or trainer.plan of a trainer without plan=)."
+        )
 
 
 def _slice_reducer(the_wire: Wire, plan: BucketPlan) -> Callable[..., Any]:

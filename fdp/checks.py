@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
+from jax.sharding import Mesh
 
 from fdp.accumulate import check_num_microbatches
-from fdp.plan import BucketPlan
+from fdp.compat import AxisName
+from fdp.plan import BucketPlan, path_string, plan_buckets
 from fdp.state import TrainState
 
 
@@ -44,12 +48,63 @@ def check_arguments(
         )
 
 
+def check_options(
+    weighted: bool, op: str, unused: str, mean_over: str, has_model_state: bool, policy: Any
+) -> None:
+    """Options of ``data_parallel`` that are unknown, or do not go together.
+
+    Raises:
+      ValueError: what was expected, what came, the edit to make.
+    """
+    if unused not in ("zero", "skip"):
+        raise ValueError(f'expected unused to be "zero" or "skip", got {unused!r}.')
+    if mean_over not in ("all", "users"):
+        raise ValueError(f'expected mean_over to be "all" or "users", got {mean_over!r}.')
+    if op == "sum" and (weighted or mean_over == "users"):
+        option = "weighted=True" if weighted else 'mean_over="users"'
+        raise ValueError(
+            f'expected op="mean" with {option}, which says what to divide by, got op="sum", which does not divide: '
+            "leave one of them out."
+        )
+    if policy is not None and not has_model_state:
+        raise ValueError(
+            "got model_state_policy=..., but loss_fn has no model state: pass has_model_state=True, or leave it out."
+        )
+
+
+def check_trainable(plan: BucketPlan, params: Any, trainable: Any) -> None:
+    """Whether ``plan`` was made with this ``trainable``.
+
+    Raises:
+      ValueError: it was not; the message names the first leaf that differs.
+    """
+    if trainable is None:
+        return
+    for old, new in zip(plan.leaves, plan_buckets(params, trainable=trainable).leaves, strict=True):
+        if old.planned != new.planned:
+            words = {True: "trains it", False: "leaves it out"}
+            raise ValueError(
+                f"expected a plan made with the same trainable=, but at {old.path!r} the plan {words[old.planned]} and "
+                f"trainable= {words[new.planned]}: make the plan anew, fdp.plan_buckets(params, trainable=...), and a "
+                "new state with init."
+            )
+
+
 def check_state(state: Any) -> None:
     """Raises TypeError unless ``state`` is a ``TrainState``."""
     if not isinstance(state, TrainState):
         raise TypeError(
             f"expected a TrainState, got {type(state).__name__}: make it with trainer.init(params), and pass the state "
             "that the last step returned."
+        )
+
+
+def check_mesh(via: str, mesh: Mesh, axis_name: AxisName, replicas: int) -> None:
+    """Raises unless ``via`` can run on the mesh."""
+    if via == "pmap" and (not isinstance(axis_name, str) or mesh.devices.size != replicas):
+        raise ValueError(
+            f'expected a mesh of one axis for via="pmap", got axes {dict(mesh.shape)} and axis_name={axis_name!r}: '
+            'use via="shard_map".'
         )
 
 
@@ -72,3 +127,34 @@ def check_init(has_model_state: bool, model_state: Any, has_rng: bool, rng: Any)
             )
     if rng is not None and not isinstance(rng, jax.Array) and not isinstance(rng, np.ndarray):
         raise TypeError(f"expected rng to be a key such as jax.random.key(0), got {rng!r}.")
+
+
+def check_opt_state(
+    optimizer: optax.GradientTransformation, trainable: Any, opt_state: Any
+) -> None:
+    """Whether the optimizer state was made by this optimizer for these parameters.
+
+    Raises:
+      ValueError: it was not; the message names the first difference.
+    """
+    expected = jax.eval_shape(optimizer.init, trainable)
+    want = {path_string(p): x for p, x in jax.tree_util.tree_leaves_with_path(expected)}
+    have = {path_string(p): x for p, x in jax.tree_util.tree_leaves_with_path(opt_state)}
+    for path in [*want, *have]:
+        w, h = want.get(path), have.get(path)
+        same = w is not None and h is not None and (w.shape, w.dtype) == (jnp.shape(h), h.dtype)
+        if not same:
+            raise ValueError(
+                f"expected the state of this trainer's optimizer, which at {path!r} has {_show(w)}; the train state "
+                f"has {_show(h)}: make it with init(params) of the same trainer, or restore the checkpoint with the "
+                "optimizer it was saved with."
+            )
+    if jax.tree.structure(expected) != jax.tree.structure(opt_state):
+        raise ValueError(
+            f"expected the state of this trainer's optimizer, with structure {jax.tree.structure(expected)}, got "
+            f"{jax.tree.structure(opt_state)}: make it with init(params) of the same trainer."
+        )
+
+
+def _show(x: Any) -> str:
+    return "nothing" if x is None else f"{x.dtype}[{','.join(map(str, jnp.shape(x)))}]"

@@ -1,10 +1,10 @@
 """Everything in fdp that knows a JAX version.
 
-Supported: jax >= 0.10, < 0.13. Only public names are used. The one moving part today is how a value's
-*varying axes* are spelled: with ``jax.shard_map(check_vma=True)`` every value inside carries the set of mesh
-axes along which replicas may hold different data. jax 0.10 to 0.12 keep it in ``jax.typeof(x).mat.varying``;
-releases before and the documentation say ``jax.typeof(x).vma``. ``pmap``, ``vmap(axis_name=...)`` and
-``check_vma=False`` track nothing: the set is always empty there.
+Supported: jax >= 0.10, < 0.13. Only public names are used, but for one that has no public form (``coordination``).
+The one moving part today is how a value's *varying axes* are spelled: with ``jax.shard_map(check_vma=True)`` every
+value inside carries the set of mesh axes along which replicas may hold different data. jax 0.10 to 0.12 keep it in
+``jax.typeof(x).mat.varying``; releases before and the documentation say ``jax.typeof(x).vma``. ``pmap``,
+``vmap(axis_name=...)`` and ``check_vma=False`` track nothing: the set is always empty there.
 """
 
 from __future__ import annotations
@@ -100,3 +100,20 @@ def platform() -> str:
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     name = getattr(device, "platform", None) or jax.default_backend()
     return {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
+
+
+def coordination() -> tuple[Any, int, int] | None:
+    """JAX's key-value client, this process's number in it, and how many processes there are.
+
+    ``jax.distributed`` connects every process to a key-value store on process 0's host, and JAX has no public name
+    for its client (0.10 to 0.12): the one private name used here. Unlike a collective, the store answers while
+    devices are busy or disagree, and it can give up after a while. None where ``jax.distributed.initialize`` was not
+    called, or where a later JAX has moved the name: callers then fall back to public collectives, which cannot give up.
+    """
+    try:
+        from jax._src.distributed import global_state
+
+        client, process = global_state.client, global_state.process_id
+        return None if client is None else (client, process, global_state.num_processes)
+    except (ImportError, AttributeError):
+        return None

@@ -25,12 +25,15 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from fdp import compat
+
+Tree = TypeVar("Tree")
 
 
 def token_of(buffers: Sequence[jax.Array]) -> jax.Array | None:
@@ -47,17 +50,30 @@ def join(tokens: Sequence[jax.Array | None]) -> jax.Array | None:
     return functools.reduce(operator.add, there) if there else None
 
 
-def tie(buffers: Sequence[jax.Array], token: jax.Array | None) -> tuple[jax.Array, ...]:
+def tie(
+    buffers: Sequence[jax.Array], token: jax.Array | None, earlier: Sequence[jax.Array] = ()
+) -> tuple[jax.Array, ...]:
     """``buffers``, bit for bit, but not before ``token`` exists.
 
-    Use it for the last link of a chain, and ``thread`` for all others.
+    Args:
+      buffers: what must wait.
+      token: what they wait for; None: nothing.
+      earlier: what was sent before; on CPU its memory is not used again before ``token`` exists. XLA gives the memory
+        of a buffer that is used up to the next matmul, which its CPU runtime then takes for a dependency: that matmul
+        waits for the reduction, and the next reduction for that matmul. A buffer that is still to be read is given to
+        nobody. ``keep`` does the same for what comes back. Figures: ``benchmarks/NOTES.md``.
     """
     if token is None:
         return tuple(buffers)
     never = token > jnp.inf
     # One buffer may be reduced asynchronously, and its matmul must not wait for the token.
     write = _where if compat.platform() == "tpu" and len(buffers) > 1 else _corner
-    return tuple(write(buffer, never) if buffer.size else buffer for buffer in buffers)
+    held = [write(buffer, never) if buffer.size else buffer for buffer in buffers]
+    read = token_of(earlier) if compat.platform() == "cpu" else None
+    filled = [i for i, buffer in enumerate(buffers) if buffer.size]
+    if read is not None and filled:
+        held[filled[0]] = _corner(buffers[filled[0]], never, read)
+    return tuple(held)
 
 
 def thread(
@@ -66,12 +82,11 @@ def thread(
     """``tie`` for a link of a chain with another after it; costs less where a barrier can be used.
 
     Args:
-      buffers: what must wait.
-      token: what they wait for.
+      buffers, token: as for ``tie``.
 
     Returns:
       The buffers, and a token that must become part of the token of a later ``tie`` or ``thread`` (``join`` it), or the
-      compiler drops this dependency; None where nothing is to be handed on.
+      compiler drops this dependency; None where there is nothing to hand on.
     """
     if token is None or compat.platform() != "tpu" or sum(1 for b in buffers if b.size) != 1:
         return tie(buffers, token), None
@@ -79,14 +94,33 @@ def thread(
     return tuple(held), passed
 
 
+def keep(buffers: Sequence[jax.Array], token: jax.Array | None) -> tuple[jax.Array, ...]:
+    """``buffers``, bit for bit; on CPU not usable, and so not overwritten, before ``token`` exists: see ``tie``."""
+    return tie(buffers, token) if compat.platform() == "cpu" else tuple(buffers)
+
+
+def detach(tree: Tree) -> Tree:
+    """``tree``, bit for bit, as arrays that XLA does not take for the same: for parameters about to be updated.
+
+    XLA fuses operations that read the same array. An update reads a parameter and its reduced gradient; an operation of
+    the backward pass reads the parameter too. Where both are small (the scale of a batch norm) they become one, and the
+    backward pass waits for the reduction: in ResNet-50 on 8 H100, 2 of 6 buckets had a convolution beside them, with
+    ``detach`` all but the last. Give ``optimizer.update`` and ``apply_updates`` the result of ``detach(params)``.
+    """
+    return lax.optimization_barrier(tree)
+
+
 def _first(buffer: jax.Array) -> jax.Array:
     corner = lax.slice(buffer, (0,) * buffer.ndim, (1,) * buffer.ndim).reshape(())
     return jnp.real(corner).astype(jnp.float32)
 
 
-def _corner(buffer: jax.Array, never: jax.Array) -> jax.Array:
+def _corner(buffer: jax.Array, never: jax.Array, otherwise: jax.Array | None = None) -> jax.Array:
     corner = lax.slice(buffer, (0,) * buffer.ndim, (1,) * buffer.ndim)
-    kept = jnp.where(never, jnp.zeros_like(corner), corner)
+    other = jnp.zeros_like(corner)
+    if otherwise is not None:
+        other += otherwise.astype(corner.dtype)
+    kept = jnp.where(never, other, corner)
     return lax.dynamic_update_slice(buffer, kept, (0,) * buffer.ndim)
 
 

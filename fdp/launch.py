@@ -34,13 +34,16 @@ def environment(
 
     XLA sizes the thread pool of its CPU backend by the variable NPROC, and without it by the cores the
     process may use (seen in jax 0.10 and 0.12). A collective holds one thread until it is done, so with
-    a pool of one, which is what a rank pinned to one core gets, nothing overlaps. Hence at least two.
+    a pool of one, which is what a rank pinned to one core gets, nothing overlaps. Hence at least two. The
+    collectives of several devices wait for each other, and may hold a small pool for ever; hence at least
+    four a device with several.
 
     Args:
       rank: this process's number.
       num_processes: how many there are.
       address: host:port where rank 0's coordinator listens, on that interface alone.
-      threads: XLA threads; None for this machine's cores divided by the processes, at least 2.
+      threads: XLA threads; None for this machine's cores divided by the processes, at least 2, or 4 for each of
+        several devices.
       devices: devices per process: CPU devices where the platform is CPU, else the GPUs `rank * devices`
         and following. None leaves it to JAX.
       base: what to add to; None for this process's environment.
@@ -49,7 +52,8 @@ def environment(
     env["FDP_COORDINATOR_ADDRESS"] = address
     env["FDP_NUM_PROCESSES"] = str(num_processes)
     env["FDP_PROCESS_ID"] = str(rank)
-    env["NPROC"] = str(threads or max(2, available_cores() // num_processes))
+    least = 4 * devices if devices is not None and devices > 1 else 2
+    env["NPROC"] = str(threads or max(least, available_cores() // num_processes))
     env["PYTHONUNBUFFERED"] = "1"  # lines appear when they are printed, not at the end
     if devices is not None:
         env["JAX_NUM_CPU_DEVICES"] = str(devices)

@@ -120,8 +120,17 @@ def ready_order(closed_jaxpr: Any, grad_outputs: Sequence[int]) -> tuple[int, ..
     Returns:
       A permutation of ``range(len(grad_outputs))``.
     """
+    return read_gradients(closed_jaxpr, grad_outputs)[0]
+
+
+def read_gradients(
+    closed_jaxpr: Any, grad_outputs: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """``ready_order``, and which of the leaves have a gradient that is zero by the program."""
     values = _outputs(closed_jaxpr)
-    return _by_time([values[position].time for position in grad_outputs])
+    gradients = [values[position] for position in grad_outputs]
+    zero = tuple(index for index, value in enumerate(gradients) if value.zero)
+    return _by_time([value.time for value in gradients]), zero
 
 
 def _by_time(times: Sequence[int]) -> tuple[int, ...]:

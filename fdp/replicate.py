@@ -6,7 +6,6 @@ torch DDP verifies shapes across ranks and broadcasts rank 0's values when it is
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fdp.plan import path_string
+from fdp import exchange
 
 
 def replicate(tree: Any, mesh: Mesh, what: str = "params") -> Any:
@@ -74,53 +73,28 @@ def _sharding_on(x: Any, mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def describe(tree: Any) -> list[str]:
-    """One line per leaf, ``path: dtype[shape]``, then the structure."""
-    lines = [
-        f"{path_string(path)}: {leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-        if hasattr(leaf, "dtype")
-        else f"{path_string(path)}: {type(leaf).__name__}"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    ]
-    return [*lines, f"structure: {jax.tree.structure(tree)}"]
-
-
 def verify_same_structure(tree: Any, what: str) -> None:
-    """Checks that every process holds the same structure, shapes and dtypes. A collective: all processes call it.
+    """Checks that every process holds the same structure, shapes and dtypes. All processes call it.
 
     Raises:
       ValueError: in every process; names the first path that differs, the process, and both sides.
+      TimeoutError: a process did not come to compare.
     """
-    mine = describe(tree)
-    text = "\n".join(mine).encode()
-    digest = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
-    head = np.concatenate([digest, np.frombuffer(np.int64(len(text)).tobytes(), np.uint8)])
-    heads = np.asarray(multihost_utils.process_allgather(head))
-    if (heads == heads[0]).all():
-        return
-    longest = max(int(np.frombuffer(row[32:].tobytes(), np.int64)[0]) for row in heads)
-    padded = np.zeros(longest, np.uint8)
-    padded[: len(text)] = np.frombuffer(text, np.uint8)
-    texts = np.asarray(multihost_utils.process_allgather(padded))
-    described = [bytes(row).rstrip(b"\0").decode().split("\n") for row in texts]
-    raise ValueError(first_difference(described, what))
+    described = exchange.compare(f"comparing {what}", exchange.describe(tree))
+    if described:
+        raise ValueError(first_difference(described, what))
 
 
 def first_difference(described: list[list[str]], what: str) -> str:
-    """The message for processes whose ``describe`` differ."""
-    reference = described[0]
-    for process, lines in enumerate(described):
-        for place in range(max(len(lines), len(reference))):
-            expected = reference[place] if place < len(reference) else "nothing"
-            got = lines[place] if place < len(lines) else "nothing"
-            if expected != got:
-                return (
-                    f"expected {what} with the same structure, shapes and dtypes in every process, but process "
-                    f"{process} differs from process 0: process 0 has {expected!r}, process {process} has {got!r} "
-                    f"({len(reference) - 1} and {len(lines) - 1} leaves). Build the model from the same "
-                    "configuration everywhere."
-                )
-    return f"expected {what} to differ between processes, got equal descriptions"
+    """The message for processes that describe their trees differently."""
+    found = exchange.first_difference(described)
+    leaves = [len(described[process]) - 1 for process in (0, found.process)]
+    return (
+        f"expected {what} with the same structure, shapes and dtypes in every process, but "
+        f"{exchange.these_processes(found.processes)} differ{'s' * (len(found.processes) == 1)} from process 0: "
+        f"process 0 has {found.reference!r}, process {found.process} has {found.line!r} ({leaves[0]} and {leaves[1]} "
+        "leaves). Build the model from the same configuration everywhere."
+    )
 
 
 def _broadcast(tree: Any) -> Any:

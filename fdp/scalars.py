@@ -15,9 +15,11 @@ from fdp.compat import AxisName
 def reduce_small(tree: Any, how: Any, axis_name: AxisName, axis_size: int) -> Any:
     """Reduces all leaves of ``tree`` in one collective per wire dtype (one in all, when all are floating).
 
+    ``"max"`` is another operation than a sum, and so another collective per wire dtype, where it is asked for.
+
     Args:
       tree: arrays, small ones.
-      how: same structure, one of ``"mean"``, ``"sum"``, ``"first"`` (replica 0's value) per leaf.
+      how: same structure, one of ``"mean"``, ``"sum"``, ``"first"`` (replica 0's value), ``"max"`` per leaf.
       axis_name: mesh axis or axes; must be bound.
       axis_size: number of replicas.
 
@@ -30,7 +32,7 @@ def reduce_small(tree: Any, how: Any, axis_name: AxisName, axis_size: int) -> An
         alone = [_widen(x) if rule == "sum" else x for x, rule in zip(leaves, rules, strict=True)]
         return jax.tree.unflatten(treedef, alone)
     is_first = lax.axis_index(axis_name) == 0
-    wires: dict[Any, list[int]] = {}
+    wires: dict[tuple[str, Any], list[int]] = {}
     terms: list[jax.Array] = []
     for index, (leaf, rule) in enumerate(zip(leaves, rules, strict=True)):
         x = jax.random.key_data(leaf) if _is_key(leaf) else _widen(leaf)
@@ -45,10 +47,11 @@ def reduce_small(tree: Any, how: Any, axis_name: AxisName, axis_size: int) -> An
         elif rule == "mean":
             x = x / axis_size
         terms.append(x)
-        wires.setdefault(wire, []).append(index)
+        wires.setdefault(("max" if rule == "max" else "sum", wire), []).append(index)
     out: list[Any] = [None] * len(leaves)
-    for members in wires.values():
-        total = lax.psum(jnp.concatenate([jnp.ravel(terms[i]) for i in members]), axis_name)
+    for (operation, _), members in wires.items():
+        reduce = lax.pmax if operation == "max" else lax.psum
+        total = reduce(jnp.concatenate([jnp.ravel(terms[i]) for i in members]), axis_name)
         start = 0
         for i in members:
             size = math.prod(terms[i].shape)

@@ -13,28 +13,36 @@ class Unreduced(NamedTuple):
     Attributes:
       count: int32 ``[replicas]``, number of steps held back.
       grads: sum of their gradients, ``[replicas, *leaf shape]``.
+        None for a leaf whose gradient was zero by the program in all of them.
       model_state: each replica's own model state after them, ``[replicas, *leaf shape]``.
+      weight: their weight, ``[replicas]``; None without ``weighted``.
+      use: how much each leaf was used, ``[replicas, leaves]``; None unless asked for. See ``fdp.used``.
     """
 
     count: jax.Array
     grads: Any
     model_state: Any
+    weight: jax.Array | None = None
+    use: jax.Array | None = None
 
 
 class TrainState(NamedTuple):
     """State of training.
 
-    Any checkpointer saves it; it restores onto any number of replicas while ``unreduced`` is None and the hook has no
-    state.
+    Any checkpointer saves it; it restores onto any number of replicas while ``unreduced`` and ``local_model_state`` are
+    None and the hook has no state.
 
     Attributes:
       step: int32 scalar, number of optimizer steps taken.
       params: the user's tree, replicated: ``state.params`` is the trained model.
       opt_state: the optimizer's state, replicated.
-      model_state: the user's model state (batch statistics), replicated; None without.
+      model_state: the user's model state (batch statistics), replicated; None without. Leaves whose policy is
+        ``"local"`` are None here: ``consistent_model_state`` puts everything together.
       rng: the key given to ``init``, replicated; None without. Step, replica and microbatch are folded into it.
       hook_state: one state per launch, with a leading replica axis; no leaves for hooks without state.
       unreduced: None, unless the last step was a ``no_sync_step``.
+      local_model_state: model state that each replica keeps for itself, ``[replicas, *leaf shape]``, None in place of
+        all other leaves; None where there is none.
     """
 
     step: jax.Array
@@ -44,17 +52,31 @@ class TrainState(NamedTuple):
     rng: Any
     hook_state: Any
     unreduced: Unreduced | None
+    local_model_state: Any = None
 
 
 class StepInfo(NamedTuple):
-    """What a step reports.
+    """What a step reports. Everything is of this step's batch; None where it was not asked for.
 
     Attributes:
       loss: mean over replicas and microbatches (sum over replicas with ``op="sum"``), a scalar; from
-        ``no_sync_step``, which communicates nothing, one per replica, ``[replicas]``.
+        ``no_sync_step``, which communicates nothing, one per replica, ``[replicas]``. With ``weighted``: the sum of
+        losses over the sum of weights, 0 where that is 0.
       aux: the loss function's aux: floating leaves averaged over replicas and microbatches, integer and bool leaves
-        added up (counts); from ``no_sync_step`` per replica, with a leading replica axis.
+        added up (counts); from ``no_sync_step`` per replica, with a leading replica axis. With ``weighted``, floating
+        leaves are sums like the loss, and are divided by the same weight.
+      weight: with ``weighted``, the weight of the batch: floating scalar, ``[replicas]`` from ``no_sync_step``.
+      updated: with ``weighted``, from ``train_step``: bool scalar, false where the weight of this step and of what was
+        held back is zero together: nothing was changed then.
+      used: bool ``[leaves]``, by leaf of params: whether a replica used it in this step or in what was held back. With
+        ``unused="skip"`` or ``mean_over="users"``, from ``train_step``.
+      nonfinite: with ``count_nonfinite``, from ``train_step``: int32 ``[replicas, buckets]``, NaN and Inf in each
+        replica's own gradients. ``describe_nonfinite`` words it.
     """
 
     loss: jax.Array
     aux: Any
+    weight: jax.Array | None = None
+    updated: jax.Array | None = None
+    used: jax.Array | None = None
+    nonfinite: jax.Array | None = None

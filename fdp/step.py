@@ -1,16 +1,17 @@
 """One training step as one replica sees it: pure, inside the mesh axis, the same under shard_map and pmap.
 
 state.params --varying--> params that belong to this replica
-batch share  --accumulate--> loss, aux, model state, gradients          local, in ready order
-loss, aux, model state --reduce_small--> replicated                     one small collective, behind the forward
+batch share  --accumulate--> outcome, gradients                         local, in ready order
+outcome (loss, aux, model state ...) --over_replicas--> replicated      one small collective, behind the forward
 gradients --wire, bucket by bucket--> replicated                        overlapping the backward, in loops too
-replicated gradients --optimizer--> new params
+means over replicas --divide_by_weight_or_users--> what was asked for   nothing, without such options
+replicated gradients --optimizer--> new params                          except what stays as it was
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -18,12 +19,16 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from fdp import birth, compat, dependency, scalars
+from fdp import birth, compat, dependency, outcome, probe, used
 from fdp.accumulate import accumulate_with_carry
 from fdp.birth import Born
+from fdp.checks import check_opt_state
 from fdp.compat import AxisName
+from fdp.finite import count_nonfinite
 from fdp.loss import CanonicalLoss
-from fdp.plan import BucketPlan, path_string
+from fdp.model_state import merge, split_by_policy
+from fdp.outcome import Outcome
+from fdp.plan import BucketPlan
 from fdp.state import StepInfo, Unreduced
 from fdp.wire import Wire
 
@@ -38,9 +43,16 @@ class Replicated(NamedTuple):
     rng: Any
 
 
+class Own(NamedTuple):
+    """The part that belongs to one replica."""
+
+    hook_state: Any
+    model_state: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class StepConfig:
-    """Everything a step closes over."""
+    """Everything a step closes over; the options are those of ``data_parallel``."""
 
     loss: CanonicalLoss
     optimizer: optax.GradientTransformation
@@ -51,84 +63,149 @@ class StepConfig:
     wire: Wire
     plan_for: Callable[[Any, Any], BucketPlan]
     in_loops: bool | None
+    weighted: bool
+    unused: str
+    mean_over: str
+    model_state_policy: Any
+    count_nonfinite: bool
+    rng_per_replica: bool
     record: Callable[[Born], Any] = lambda born: None
+
+    @property
+    def asks_for_use(self) -> bool:
+        """Whether anything depends on which leaves were used."""
+        return self.unused == "skip" or self.mean_over == "users"
 
 
 def synced_step(
-    config: StepConfig, state: Replicated, hook_state: Any, unreduced: Unreduced | None, batch: Any
-) -> tuple[Replicated, Any, StepInfo]:
-    """Reduces this step's gradients, plus what ``unreduced`` holds, and updates the parameters."""
+    config: StepConfig, state: Replicated, own: Own, unreduced: Unreduced | None, batch: Any
+) -> tuple[Replicated, Own, StepInfo]:
+    """Reduces this step's gradients, plus what ``unreduced`` holds, and updates the parameters.
+
+    Of the ``StepInfo``, ``nonfinite`` is this replica's.
+    """
     base = config.plan_for(state.params, None)
     trainable = select_trainable(base, state.params)
-    _check_opt_state(config.optimizer, trainable, state.opt_state)
+    check_opt_state(config.optimizer, trainable, state.opt_state)
     planned = [i for i, spec in enumerate(base.leaves) if spec.planned]
 
     def plan_for(order: tuple[int, ...]) -> BucketPlan:
         ready = [planned[i] for i in order]
         return config.plan_for(state.params, [*ready, *base.excluded])
 
-    stateful = bool(jax.tree.leaves(hook_state))
+    stateful = bool(jax.tree.leaves(own.hook_state))
     born = birth.compute(
         config.wire,
         lambda *args: _local_gradients(config, base, *args),
-        _local_arguments(config, state, unreduced, batch),
+        _local_arguments(config, state, own, unreduced, batch),
         (lambda order: base) if stateful else plan_for,
-        hook_state if stateful else None,
-        in_loops=compat.platform() != "cpu" if config.in_loops is None else config.in_loops,
+        own.hook_state if stateful else None,
+        in_loops=_looks_into_loops(config),
     )
     config.record(born)
-    loss, aux, model_state = born.outputs
-    size = compat.axis_size(config.axis_name)
-    how = (
-        config.op,
-        jax.tree.map(scalars.mean_or_sum, aux),
-        jax.tree.map(scalars.mean_or_first, model_state),
+    zeros = {place for place, leaf in enumerate(planned) if leaf in born.zeros}
+    local = _with_held(config, born.outputs, unreduced, zeros)
+    shared, local_model_state, policies = split_by_policy(
+        config.model_state_policy, local.model_state, state.model_state
     )
+    size = compat.axis_size(config.axis_name)
     # The loss exists before the backward starts: its reduction goes first, hidden behind the backward, and
     # is part of the one order in which all replicas communicate. Where loops have reduced, it follows them:
     # XLA would join it with a bucket in front of a loop, and then copy that bucket (GPU) or not overlap it (TPU).
-    (loss,) = dependency.tie([loss], born.after_loops)
-    small = (loss, aux, model_state)
-    loss, aux, model_state = scalars.reduce_small(small, how, config.axis_name, size)
-    reduced, new_hook_state = birth.finish(
-        config.wire, born, after=dependency.token_of([loss]) if size > 1 else None
+    (loss,) = dependency.tie([local.loss], born.after_loops)
+    total = outcome.over_replicas(
+        local._replace(loss=loss, model_state=shared),
+        policies,
+        op=config.op,
+        axis_name=config.axis_name,
+        size=size,
+    )
+    reduced, hook_state = birth.finish(
+        config.wire, born, after=dependency.token_of([total.loss]) if size > 1 else None
+    )
+    reduced = used.divide_by_weight_or_users(
+        reduced, total, planned, size=size, mean_over=config.mean_over
     )
     grads = jax.tree.unflatten(base.treedef, [reduced.get(i) for i in range(len(base.leaves))])
+    # Fused with an operation of the backward that reads the same parameter, an update makes that operation wait.
+    before = dependency.detach(trainable)
     updates, opt_state = optax.with_extra_args_support(config.optimizer).update(
-        grads, state.opt_state, trainable, value=loss
+        grads, state.opt_state, before, value=total.loss
     )
-    params = merge_frozen(base, optax.apply_updates(trainable, updates), state.params)
-    new_state = Replicated(state.step + 1, params, opt_state, model_state, state.rng)
-    return new_state, new_hook_state if stateful else hook_state, StepInfo(loss, aux)
+    moved = optax.apply_updates(before, updates)
+    if config.unused == "skip":
+        moved, opt_state = used.keep_unused(
+            config.optimizer, total.use, zeros, (moved, opt_state), (before, state.opt_state)
+        )
+    params = merge_frozen(base, moved, state.params)
+    new = Replicated(state.step + 1, params, opt_state, total.model_state, state.rng)
+    new_own = Own(hook_state if stateful else own.hook_state, local_model_state)
+    old = state._replace(params=merge_frozen(base, before, state.params))
+    new, new_own = outcome.unless_empty(total, (new, new_own), (old, own))
+    info = StepInfo(
+        total.loss,
+        total.aux,
+        total.weight,
+        updated=outcome.has_weight(total),
+        used=used.by_leaf(total.use, planned, len(base.leaves)),
+        nonfinite=count_nonfinite(born.grads, born.plan) if config.count_nonfinite else None,
+    )
+    return new, new_own, info
 
 
 def unsynced_step(
-    config: StepConfig, state: Replicated, unreduced: Unreduced | None, batch: Any
+    config: StepConfig, state: Replicated, own: Own, unreduced: Unreduced | None, batch: Any
 ) -> tuple[Unreduced, StepInfo]:
     """Adds this step's gradients to what is held back. No collective."""
     base = config.plan_for(state.params, None)
-    arguments = _local_arguments(config, state, unreduced, batch)
-    (loss, aux, model_state), leaves = _local_gradients(config, base, *arguments)
+    mine, leaves = birth.compute_unreduced(
+        lambda *args: _local_gradients(config, base, *args),
+        _local_arguments(config, state, own, unreduced, batch),
+    )
+    zeros = {place for place, leaf in enumerate(leaves) if leaf is None}
+    mine = _with_held(config, mine, unreduced, zeros)
     planned = iter(leaves)
     grads = jax.tree.unflatten(
         base.treedef, [next(planned) if spec.planned else None for spec in base.leaves]
     )
     count = jnp.ones((), jnp.int32) + (0 if unreduced is None else unreduced.count)
-    return Unreduced(count, grads, model_state), StepInfo(loss, aux)
+    held = Unreduced(count, grads, mine.model_state, mine.gradient_weight, mine.use)
+    return held, StepInfo(*outcome.metrics(mine), mine.weight)
+
+
+def _with_held(
+    config: StepConfig, mine: Outcome, unreduced: Unreduced | None, zeros: Collection[int]
+) -> Outcome:
+    """This replica's outcome, with the weight and the use of what it held back."""
+    if unreduced is None:
+        held_weight, held_use = None, None
+    else:
+        held_weight, held_use = unreduced.weight, unreduced.use
+    use = used.together(mine.use, held_use, zeros, weighted=config.weighted)
+    return mine._replace(held_weight=held_weight, use=use)
+
+
+def _looks_into_loops(config: StepConfig) -> bool:
+    if config.count_nonfinite:  # what a loop has reduced, nobody can count any more
+        return False
+    return compat.platform() != "cpu" if config.in_loops is None else config.in_loops
 
 
 def _local_arguments(
-    config: StepConfig, state: Replicated, unreduced: Unreduced | None, batch: Any
+    config: StepConfig, state: Replicated, own: Own, unreduced: Unreduced | None, batch: Any
 ) -> tuple[Any, Any, Any, Any, Any]:
     """Arguments of ``_local_gradients``, all of them this replica's own."""
     axis = config.axis_name
     held_back = 0 if unreduced is None else unreduced.count
-    model_state = state.model_state if unreduced is None else unreduced.model_state
+    held_grads = None if unreduced is None else unreduced.grads
+    model_state = merge(state.model_state, own.model_state)
+    if unreduced is not None:
+        model_state = unreduced.model_state
     rng = None
     if state.rng is not None:
-        per_step = jax.random.fold_in(jax.random.fold_in(state.rng, state.step), held_back)
-        rng = jax.random.fold_in(per_step, lax.axis_index(axis))
-    held_grads = None if unreduced is None else unreduced.grads
+        rng = jax.random.fold_in(jax.random.fold_in(state.rng, state.step), held_back)
+        if config.rng_per_replica:
+            rng = jax.random.fold_in(rng, lax.axis_index(axis))
     params, model_state = compat.varying((state.params, model_state), axis)
     return params, batch, model_state, rng, held_grads
 
@@ -141,28 +218,44 @@ def _local_gradients(
     model_state: Any,
     rng: Any,
     held_grads: Any,
-) -> tuple[tuple[Any, Any, Any], list[Any]]:
-    """(loss, aux, model state) and gradients of this replica's share of the batch, plus what was held back."""
+) -> tuple[Outcome, list[Any]]:
+    """Outcome and gradients of this replica's share of the batch; what was held back is added to the gradients."""
 
     def loss(trainable: Any, microbatch: Any, model_state: Any, rng: Any) -> Any:
         return config.loss(merge_frozen(plan, trainable, params), microbatch, model_state, rng)
 
-    def grad_fn(trainable: Any, microbatch: Any, model_state: Any, rng: Any) -> Any:
-        (value, (model_state, aux)), grads = jax.value_and_grad(loss, has_aux=True)(
-            trainable, microbatch, model_state, rng
-        )
-        return (value, aux, model_state), grads
+    def noted(*args: Any) -> tuple[Any, tuple[Any, Any]]:
+        if config.asks_for_use:
+            (value, rest), mask = probe.with_use(loss, config.axis_name)(*args)
+        else:
+            (value, rest), mask = loss(*args), None
+        return value, (mask, rest)
+
+    def grad_fn(trainable: Any, microbatch: Any, model_state: Any, key: Any) -> Any:
+        args = (trainable, microbatch, model_state, key if config.rng_per_replica else rng)
+        (value, (mask, rest)), grads = jax.value_and_grad(noted, has_aux=True)(*args)
+        weight, model_state, aux = rest
+        return (value, (mask, weight, aux), model_state), grads
 
     accumulated = accumulate_with_carry(
-        grad_fn, config.num_microbatches, op="mean", dtype=config.accumulate_dtype
+        grad_fn,
+        config.num_microbatches,
+        op="sum" if config.weighted else "mean",
+        dtype=config.accumulate_dtype,
     )
-    (value, aux, model_state), grads = accumulated(
-        select_trainable(plan, params), batch, model_state, rng
+    (value, (masks, weights, aux), model_state), grads = accumulated(
+        select_trainable(plan, params), batch, model_state, rng if config.rng_per_replica else None
     )
+    use = used.of_microbatches(masks, weights)
     if held_grads is not None:
-        grads = jax.tree.map(jnp.add, held_grads, grads)
-    aux = jax.tree.map(scalars.over_microbatches, aux)
-    return (value, aux, model_state), jax.tree.leaves(grads)
+        grads = jax.tree.map(
+            lambda held, g: g if held is None else held + g,
+            held_grads,
+            grads,
+            is_leaf=lambda x: x is None,
+        )
+    mine = outcome.of_microbatches(value, weights, use, aux, model_state)
+    return mine, jax.tree.leaves(grads)
 
 
 def select_trainable(plan: BucketPlan, params: Any) -> Any:
@@ -184,30 +277,3 @@ def merge_frozen(plan: BucketPlan, trainable: Any, params: Any) -> Any:
         next(trained) if spec.planned else x for x, spec in zip(leaves, plan.leaves, strict=True)
     ]
     return jax.tree.unflatten(plan.treedef, merged)
-
-
-def _check_opt_state(
-    optimizer: optax.GradientTransformation, trainable: Any, opt_state: Any
-) -> None:
-    """Raises where the optimizer state was not made by this optimizer for these parameters."""
-    expected = jax.eval_shape(optimizer.init, trainable)
-    want = {path_string(p): x for p, x in jax.tree_util.tree_leaves_with_path(expected)}
-    have = {path_string(p): x for p, x in jax.tree_util.tree_leaves_with_path(opt_state)}
-    for path in [*want, *have]:
-        w, h = want.get(path), have.get(path)
-        same = w is not None and h is not None and (w.shape, w.dtype) == (jnp.shape(h), h.dtype)
-        if not same:
-            raise ValueError(
-                f"expected the state of this trainer's optimizer, which at {path!r} has {_show(w)}; the train state "
-                f"has {_show(h)}: make it with init(params) of the same trainer, or restore the checkpoint with the "
-                "optimizer it was saved with."
-            )
-    if jax.tree.structure(expected) != jax.tree.structure(opt_state):
-        raise ValueError(
-            f"expected the state of this trainer's optimizer, with structure {jax.tree.structure(expected)}, got "
-            f"{jax.tree.structure(opt_state)}: make it with init(params) of the same trainer."
-        )
-
-
-def _show(x: Any) -> str:
-    return "nothing" if x is None else f"{x.dtype}[{','.join(map(str, jnp.shape(x)))}]"

@@ -7,32 +7,34 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fdp import birth, drivers, schedules
-from fdp import pack as packings
+from fdp import birth, defaults, drivers
+from fdp.agree import once as agree_once
 from fdp.birth import Born
-from fdp.checks import check_arguments, check_init, check_state
+from fdp.checks import (
+    check_arguments,
+    check_init,
+    check_mesh,
+    check_options,
+    check_state,
+    check_trainable,
+)
 from fdp.compat import AxisName
 from fdp.data import check_batch, global_batch, replica_count
 from fdp.hooks import CommHook
 from fdp.loss import canonical_loss
 from fdp.match import flatten_like_plan
-from fdp.options import suggested_bucket_bytes, suggested_compiler_options, usable_options
+from fdp.options import suggested_bucket_bytes
 from fdp.pack import Packing
-from fdp.plan import (
-    DEFAULT_FIRST_BUCKET_BYTES,
-    BucketPlan,
-    plan_buckets,
-)
-from fdp.replicate import make, replicate
+from fdp.plan import DEFAULT_FIRST_BUCKET_BYTES, BucketPlan, plan_buckets
 from fdp.schedules import Schedule
+from fdp.start import initial_state
 from fdp.state import StepInfo, TrainState
-from fdp.step import Replicated, StepConfig, select_trainable, synced_step, unsynced_step
-from fdp.wire import Wire, make_wire
+from fdp.step import Own, Replicated, StepConfig, synced_step, unsynced_step
+from fdp.wire import make_wire
 
 
 class Trainer(NamedTuple):
@@ -53,6 +55,7 @@ class Trainer(NamedTuple):
         not.
       mesh: the mesh it runs on.
       axis_name: the axis (or axes) it reduces over.
+      config: what the steps close over; for ``fdp.log_data``.
     """
 
     init: Callable[..., TrainState]
@@ -63,6 +66,7 @@ class Trainer(NamedTuple):
     explain: Callable[[TrainState, Any], str]
     mesh: Mesh
     axis_name: AxisName
+    config: StepConfig
 
 
 def data_parallel(
@@ -87,6 +91,12 @@ def data_parallel(
     has_rng: bool = False,
     order: str | Sequence[int] = "ready",
     in_loops: bool | None = None,
+    weighted: bool = False,
+    unused: str = "zero",
+    mean_over: str = "all",
+    model_state_policy: Any = None,
+    count_nonfinite: bool = False,
+    rng_per_replica: bool = True,
     compiler_options: Mapping[str, str] | None = None,
 ) -> Trainer:
     """Builds a data parallel trainer.
@@ -97,7 +107,7 @@ def data_parallel(
     Args:
       loss_fn: ``loss_fn(params, batch) -> loss``, a scalar. Given the options below it is called with keywords
         ``model_state=`` and ``rng=`` and returns ``(loss, aux)``, ``(loss, model_state)`` or
-        ``(loss, model_state, aux)``.
+        ``(loss, model_state, aux)``; ``weighted``, the weight stands behind the loss.
       optimizer: an optax optimizer. It sees reduced gradients: ``optax.clip_by_global_norm`` needs nothing more.
       mesh: mesh with ``axis_name``; all devices of all processes in one axis if not given.
       axis_name: mesh axis, or tuple of axes, that replicas are laid out along.
@@ -111,14 +121,32 @@ def data_parallel(
       hook, schedule, pack, op: as for ``reduce_gradients``.
       has_aux: ``loss_fn`` returns auxiliary output; see ``StepInfo`` for how it is reduced.
       has_model_state: ``loss_fn`` takes and returns model state. After each ``train_step`` its floating-point leaves
-        are averaged over replicas, all others are replica 0's; torch takes replica 0's for all and so discards the
-        other replicas' statistics.
+        are averaged over replicas, all others are replica 0's; ``model_state_policy`` changes that.
       has_rng: ``loss_fn`` takes a key, different for each step, replica and microbatch:
         ``fold_in(fold_in(fold_in(fold_in(rng, step), no-sync steps held back), replica), microbatch)``.
+        What is drawn depends on the number of replicas; see ``rng_per_replica``.
       order: ``"ready"`` (read from the traced gradient), ``"reverse"``, or a permutation of leaf indices. A hook with
         state needs its buckets before there is a batch to trace with: there "ready" means "reverse".
       in_loops: reduce gradients inside the loops that make them, see ``value_and_grad``; by default on GPU and TPU.
         Hooks with state reduce after the loop.
+      weighted: ``loss_fn`` returns ``(loss_sum, weight, ...)``: a sum over examples (tokens) and what it is to be
+        divided by, a real scalar that is not differentiated. Loss, gradients and floating aux are sums over
+        microbatches and replicas (gradients: held-back steps too), divided once by the total weight. Weight zero on
+        some replicas is fine; on all of them the step changes nothing, and ``StepInfo.updated`` is false.
+      unused: what becomes of leaves that no replica used, in this step or in what was held back. ``"zero"``: their
+        gradient is zero, and momentum and weight decay still move them. ``"skip"``: they and what the optimizer keeps
+        for them stay as they are; counters that the optimizer keeps for all (Adam's) go on. A leaf counts as used if
+        it is in a branch (``lax.cond``) that was taken, even where its gradient is zero; see ``fdp.used``. Either way
+        a leaf that the program never uses is not reduced, and ``explain`` names it (not so with a stateful hook).
+      mean_over: ``"all"`` replicas, of which those that did not use a leaf count as zero, or its ``"users"`` (by
+        weight, with ``weighted``).
+      model_state_policy: for each leaf of model state ``"mean"`` (``weighted``: by weight), ``"max"``, ``"first"``
+        (``"from_rank0"``: torch's only one, which discards the other replicas' statistics) or ``"local"``; one for
+        all, a tree, or a function ``(path, leaf) -> policy``. ``consistent_model_state`` joins local leaves.
+      count_nonfinite: report NaN and Inf per replica and bucket in ``StepInfo.nonfinite``, without communication.
+        Nothing is reduced inside loops then.
+      rng_per_replica: False: one key a step, for all replicas and microbatches. Drawn by example,
+        ``fold_in(rng, example_id)``, numbers do not depend on how many replicas and microbatches there are.
       compiler_options: XLA options for the compiled step; ``suggested_compiler_options`` for platform, schedule and
         packing if not given, those that the compiler knows. ``{}`` asks for none.
 
@@ -141,23 +169,26 @@ def data_parallel(
       (1.0, 1)
     """
     check_arguments(loss_fn, optimizer, via, num_microbatches, plan, compiler_options)
-    mesh = _default_mesh(axis_name) if mesh is None else mesh
+    check_options(weighted, op, unused, mean_over, has_model_state, model_state_policy)
+    mesh = defaults.default_mesh(axis_name) if mesh is None else mesh
     replicas = replica_count(mesh, axis_name)
-    share = _process_share(mesh, replicas)
-    if via == "pmap" and (not isinstance(axis_name, str) or mesh.devices.size != replicas):
-        raise ValueError(
-            f'expected a mesh of one axis for via="pmap", got axes {dict(mesh.shape)} and axis_name={axis_name!r}: '
-            'use via="shard_map".'
-        )
-
+    share = defaults.process_share(mesh, replicas)
+    check_mesh(via, mesh, axis_name, replicas)
     the_wire = make_wire(axis_name, hook=hook, schedule=schedule, pack=pack, op=op)
-    cap = suggested_bucket_bytes(_platform(mesh)) if bucket_bytes is None else bucket_bytes
+    platform = defaults.platform_of(mesh)
+    cap = suggested_bucket_bytes(platform) if bucket_bytes is None else bucket_bytes
     if compiler_options is None and via == "shard_map":
-        compiler_options = _suggested(mesh, plan, cap, the_wire)
+        compiler_options = defaults.compiler_options(mesh, plan, cap, the_wire)
+
+    holders, count = mesh, replicas
+    if via == "pmap":  # takes and returns this process's replicas only
+        holders, count = Mesh(np.array(mesh.local_devices), (axis_name,)), share
+    per_replica = NamedSharding(holders, PartitionSpec(axis_name))
 
     def plan_for(params: Any, ready: Sequence[int] | None) -> BucketPlan:
         if plan is not None:
             flatten_like_plan(plan, params, "params")
+            check_trainable(plan, params, trainable)
             return plan
         wanted = ("reverse" if ready is None else ready) if order == "ready" else order
         return plan_buckets(
@@ -170,7 +201,11 @@ def data_parallel(
 
     config = StepConfig(
         loss=canonical_loss(
-            loss_fn, has_aux=has_aux, has_model_state=has_model_state, has_rng=has_rng
+            loss_fn,
+            has_aux=has_aux,
+            has_model_state=has_model_state,
+            has_rng=has_rng,
+            weighted=weighted,
         ),
         optimizer=optimizer,
         axis_name=axis_name,
@@ -180,14 +215,23 @@ def data_parallel(
         wire=the_wire,
         plan_for=plan_for,
         in_loops=in_loops,
+        weighted=weighted,
+        unused=unused,
+        mean_over=mean_over,
+        model_state_policy=model_state_policy,
+        count_nonfinite=count_nonfinite,
+        rng_per_replica=rng_per_replica,
     )
 
-    def synced(replicated: Any, hook_state: Any, unreduced: Any, batch: Any) -> Any:
-        new, hook_state, info = synced_step(config, replicated, hook_state, unreduced, batch)
-        return (new, info), hook_state
+    def synced(config: StepConfig) -> drivers.ReplicaFn:
+        def step(replicated: Any, own: Any, unreduced: Any, batch: Any) -> Any:
+            new, own, info = synced_step(config, replicated, own, unreduced, batch)
+            return (new, info._replace(nonfinite=None)), (own, info.nonfinite)
 
-    def unsynced(replicated: Any, hook_state: Any, unreduced: Any, batch: Any) -> Any:
-        return (), unsynced_step(config, replicated, unreduced, batch)
+        return step
+
+    def unsynced(replicated: Any, own: Any, unreduced: Any, batch: Any) -> Any:
+        return (), unsynced_step(config, replicated, own, unreduced, batch)
 
     # The held-back gradients of a synced step have no output to live on in, the replicated state of an unsynced one
     # is not changed: donating either would only draw a warning, or take the parameters away.
@@ -198,7 +242,7 @@ def data_parallel(
             fn, mesh, axis_name, donate=donate, compiler_options=compiler_options
         )
 
-    synced_driver = driver(synced, donate=(0, 1))
+    synced_driver = driver(synced(config), donate=(0, 1))
     unsynced_driver = driver(unsynced, donate=(2,))
 
     def arguments(state: TrainState, batch: Any) -> tuple[Any, Any, Any, Any]:
@@ -211,14 +255,37 @@ def data_parallel(
         replicated = Replicated(
             state.step, state.params, state.opt_state, state.model_state, state.rng
         )
-        return replicated, state.hook_state, state.unreduced, batch
+        own = Own(state.hook_state, state.local_model_state)
+        return replicated, own, state.unreduced, batch
+
+    def facts(driver: drivers.Driver, state: TrainState, batch: Any) -> dict[str, Any]:
+        return {
+            "schedule": the_wire.schedule,
+            "hook": the_wire.hook,
+            "pack": the_wire.packing,
+            "plan": plan_of(state, batch),
+            "program": driver.lower(*arguments(state, batch)),
+        }
+
+    # Before its first collective: processes with different programs would wait for each other without end.
+    agree_first = agree_once()
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
-        (new, info), hook_state = synced_driver.run(*arguments(state, batch))
-        return TrainState(*new, hook_state=hook_state, unreduced=None), info
+        given = arguments(state, batch)
+        agree_first("train_step", given, lambda: facts(synced_driver, state, batch))
+        (new, info), (own, nonfinite) = synced_driver.run(*given)
+        new_state = TrainState(
+            *new,
+            hook_state=own.hook_state,
+            unreduced=None,
+            local_model_state=own.model_state,
+        )
+        return new_state, info._replace(nonfinite=nonfinite)
 
     def no_sync_step(state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
-        _, (unreduced, info) = unsynced_driver.run(*arguments(state, batch))
+        given = arguments(state, batch)
+        agree_first("no_sync_step", given, lambda: facts(unsynced_driver, state, batch))
+        _, (unreduced, info) = unsynced_driver.run(*given)
         return state._replace(unreduced=unreduced), info
 
     def lower(state: TrainState, batch: Any, *, sync: bool = True) -> jax.stages.Lowered:
@@ -226,38 +293,16 @@ def data_parallel(
 
     def init(params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
         check_init(has_model_state, model_state, has_rng, rng)
+        given = {"params": params, "model_state": model_state, "rng": rng}
         the_plan = plan_for(params, None)
-        given = replicate(
-            {"params": params, "model_state": model_state, "rng": rng}, mesh, "init arguments"
+        return initial_state(
+            given, the_plan, optimizer, the_wire, model_state_policy, mesh, per_replica, count
         )
-        params, model_state, rng = given["params"], given["model_state"], given["rng"]
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        trainable_params = select_trainable(the_plan, params)
-        opt_state = _init_optimizer(optimizer, trainable_params, mesh)
-        step = make(lambda _: jnp.zeros((), jnp.int32), everywhere, params)
-
-        def stacked_hook_state(_: Any) -> Any:
-            launches = schedules.check_launches(the_wire.schedule, the_plan)
-            one = tuple(the_wire.hook.init(launch.bucket) for launch in launches)
-            return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), one)
-
-        if via == "pmap":  # takes and returns this process's replicas only
-            count, holders = share, Mesh(np.array(mesh.local_devices), (axis_name,))
-        else:
-            count, holders = replicas, mesh
-        per_replica = NamedSharding(holders, PartitionSpec(axis_name))
-        hook_state = make(stacked_hook_state, per_replica, params)
-        return TrainState(step, params, opt_state, model_state, rng, hook_state, None)
 
     def traced(state: TrainState, batch: Any) -> Born:
         recorded: list[Born] = []
         recording = dataclasses.replace(config, record=recorded.append)
-
-        def synced(replicated: Any, hook_state: Any, unreduced: Any, batch: Any) -> Any:
-            new, hook_state, info = synced_step(recording, replicated, hook_state, unreduced, batch)
-            return (new, info), hook_state
-
-        driver(synced, donate=()).lower(*arguments(state, batch))
+        driver(synced(recording), donate=()).lower(*arguments(state, batch))
         return recorded[-1]
 
     def plan_of(state: TrainState, batch: Any) -> BucketPlan:
@@ -266,59 +311,4 @@ def data_parallel(
     def explain(state: TrainState, batch: Any) -> str:
         return birth.explain(traced(state, batch))
 
-    return Trainer(init, train_step, no_sync_step, lower, plan_of, explain, mesh, axis_name)
-
-
-def _init_optimizer(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh) -> Any:
-    """The optimizer's state; what it keeps per parameter is laid out like the parameter."""
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    shardings = optax.tree_utils.tree_map_params(
-        optimizer,
-        lambda _, param: param.sharding,
-        jax.eval_shape(optimizer.init, params),
-        params,
-        transform_non_params=lambda _: everywhere,
-    )
-    return make(optimizer.init, shardings, params)
-
-
-def _default_mesh(axis_name: AxisName) -> Mesh:
-    if not isinstance(axis_name, str):
-        raise ValueError(
-            f"expected a mesh for axis_name={axis_name!r}: without one, all devices form one axis with one name."
-        )
-    return jax.make_mesh((jax.device_count(),), (axis_name,), axis_types=(AxisType.Auto,))
-
-
-def _platform(mesh: Mesh) -> str:
-    return mesh.devices.flat[0].platform
-
-
-def _suggested(mesh: Mesh, plan: BucketPlan | None, cap: int, wire: Wire) -> dict[str, Any]:
-    """Compiler options for buckets of up to ``cap`` bytes, where there is no plan to go by yet."""
-    if plan is None:
-        size = 2**40 if wire.schedule.name == "fused" else cap
-        halves = [jax.ShapeDtypeStruct((max(size // 2, 1),), jnp.float8_e4m3fn)] * 4
-        plan = plan_buckets(halves, bucket_bytes=max(size, 1), first_bucket_bytes=max(size, 1))
-    platform = _platform(mesh)
-    options = suggested_compiler_options(
-        platform,
-        plan,
-        schedule=wire.schedule,
-        pack=packings.auto(platform) if wire.packing.name == "auto" else wire.packing,
-    )
-    local = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
-    return usable_options(options, (local or list(mesh.devices.flat))[0])
-
-
-def _process_share(mesh: Mesh, replicas: int) -> int:
-    """Replicas that this process's batch is split over."""
-    if jax.process_count() == 1:
-        return replicas
-    mine = jax.process_index()
-    processes = {device.process_index for device in mesh.devices.flat}
-    if mine not in processes:
-        raise ValueError(
-            f"expected process {mine} to own devices of the mesh, which are all on {sorted(processes)}."
-        )
-    return max(1, replicas // len(processes))
+    return Trainer(init, train_step, no_sync_step, lower, plan_of, explain, mesh, axis_name, config)

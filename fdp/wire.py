@@ -109,6 +109,12 @@ def send(
     size = compat.axis_size(wire.axis_name)
     reduced, tokens, states = dict(sent.reduced), list(sent.tokens), list(sent.states)
     here = len(tokens)
+    overlaps = not any(launch.after_backward for launch in launches)
+    gave: list[
+        Sequence[jax.Array]
+    ] = []  # of each launch of this call: gradients, and what was made of them
+    got: list[Sequence[jax.Array]] = []  # and what came back
+    ends: list[jax.Array | None] = []  # tokens of launches that no later one waits for
     for k in range(here, len(launches)):
         bucket, waits_for, after_backward = launches[k]
         if any(index not in gradients for index in bucket.leaf_indices):
@@ -121,20 +127,41 @@ def send(
             waited_for.append(dependency.token_of(list(gradients.values())))
         token = dependency.join(waited_for)
         buffers = wire.packing.pack(bucket, leaves)
+        is_end = not any(k in later.after for later in launches[k + 1 :])
         passed = None
-        if any(k in later.after for later in launches[k + 1 :]):
-            buffers, passed = dependency.thread(buffers, token)
+        if is_end:
+            before = _all_before(launches, k) if overlaps else ()
+            earlier = [buffer for j in before if j >= here for buffer in gave[j - here]]
+            buffers = dependency.tie(buffers, token, earlier)
         else:
-            buffers = dependency.tie(buffers, token)
+            buffers, passed = dependency.thread(buffers, token)
         view = BucketView(bucket, k, k == len(launches) - 1, wire.axis_name, size, wire.op)
         out, states[k] = wire.hook.reduce(buffers, states[k], view)
         _check_reduced(wire.hook, view, buffers, out)
+        gave.append((*leaves, *buffers))
+        got.append(out)
         new_token = dependency.join([dependency.token_of(out), passed])
         # A bucket without elements has no token of its own, and must not break the chain it is a link of.
         tokens.append(token if new_token is None else new_token)
-        unpacked = wire.packing.unpack(bucket, out)
-        reduced.update(zip(bucket.leaf_indices, unpacked, strict=True))
+        if is_end:
+            ends.append(tokens[-1])
+    for launch, token, out in zip(launches[here:], tokens[here:], got, strict=False):
+        if overlaps and not any(token is end for end in ends):
+            out = dependency.keep(out, dependency.join(ends))
+        unpacked = wire.packing.unpack(launch.bucket, tuple(out))
+        reduced.update(zip(launch.bucket.leaf_indices, unpacked, strict=True))
     return Sent(reduced, tuple(tokens), tuple(states))
+
+
+def _all_before(launches: Sequence[Launch], k: int) -> list[int]:
+    """Launches that must be done before launch ``k`` starts."""
+    found: set[int] = set()
+    waiting = [k]
+    while waiting:
+        new = set(launches[waiting.pop()].after) - found
+        found |= new
+        waiting += new
+    return sorted(found)
 
 
 def nothing_sent(states: HookStates) -> Sent:

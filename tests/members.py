@@ -16,7 +16,15 @@ HOOKS = {
     "all_reduce": (hooks.all_reduce(), 0.0),
     "all_reduce(predivide)": (hooks.all_reduce(predivide=2.0), 0.0),
     "error_feedback": (error_feedback(levels=8), 1 / 8),
+    "compress(bfloat16)": (hooks.compress(jnp.bfloat16), 2**-7),
+    "compress(float32)": (hooks.compress(jnp.float32), 0.0),
+    "compress(float32, error_feedback)": (
+        hooks.compress(jnp.float32, hook=error_feedback(levels=8)),
+        1 / 8,
+    ),
 }
+# Lossy hooks that keep no residual: what they lose adds up from step to step.
+FORGETFUL = ("compress(bfloat16)",)
 SCHEDULES = {
     "ordered()": schedules.ordered(),
     "ordered(2)": schedules.ordered(2),

@@ -8,7 +8,18 @@ import numpy as np
 import pytest
 from ancestry import ancestry, expected_ancestors
 from jax.sharding import PartitionSpec as P
-from members import DTYPES, HOOKS, PACKINGS, REPLICAS, ROUNDING, SCHEDULES, SHAPES, bucket_of, exact
+from members import (
+    DTYPES,
+    FORGETFUL,
+    HOOKS,
+    PACKINGS,
+    REPLICAS,
+    ROUNDING,
+    SCHEDULES,
+    SHAPES,
+    bucket_of,
+    exact,
+)
 
 from fdp import hooks, pack, schedules
 from fdp.dependency import token_of
@@ -20,7 +31,7 @@ from fdp.reduce import make_reducer
 @pytest.mark.parametrize(
     ("module", "kind", "registry"),
     [
-        (hooks, "CommHook", [hook.name for hook, _ in HOOKS.values()]),
+        (hooks, "CommHook", [hook.name.partition("(")[0] for hook, _ in HOOKS.values()]),
         (schedules, "Schedule", [name.partition("(")[0] for name in SCHEDULES]),
         (pack, "Packing", list(PACKINGS)),
     ],
@@ -123,11 +134,12 @@ class TestHooks:
         np.testing.assert_allclose(reduced[0], np.ones((REPLICAS, 2, 3, 2)), rtol=1e-6)
 
     def test_nothing_is_lost_over_many_steps(self, name):
-        # What a lossy hook holds back must come later: the sum of T results stays within one step's error.
+        # What a hook with a residual holds back must come later: the sum of T results stays within one step's error.
         hook, loss = HOOKS[name]
         bucket, leaves = bucket_of(SHAPES["one"], jnp.float32)
         (total,) = run_hook(hook, bucket, leaves, "mean", pack.flat(), steps=32)
-        bound = 2 * np.abs(np.asarray(leaves[0])).max() * (loss + 1e-5)
+        steps = 32 if name in FORGETFUL else 2
+        bound = steps * np.abs(np.asarray(leaves[0])).max() * (loss + 1e-5)
         assert np.abs(total[0] - 32 * exact(leaves[0], "mean")).max() <= bound
 
     def test_results_are_replicated_by_type_and_state_is_local(self, name, mesh):

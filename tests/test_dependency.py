@@ -81,6 +81,16 @@ def test_a_token_stands_for_every_buffer():
     assert all(any(var in eqn.invars for eqn in jaxpr.jaxpr.eqns) for var in jaxpr.jaxpr.invars)
 
 
+def test_detach_changes_nothing(mesh):
+    tree = {"a": buffers(), "b": [special(jnp.bfloat16)], "none": None}
+    assert bits(jax.jit(dependency.detach)(tree)) == bits(tree)
+    assert jax.tree.structure(dependency.detach(tree)) == jax.tree.structure(tree)
+    assert dependency.detach({}) == {}
+    # Replicated stays replicated: the check of shard_map passes.
+    replicated = jax.shard_map(dependency.detach, mesh=mesh, in_specs=P(), out_specs=P())
+    assert bits(jax.jit(replicated)(special(jnp.float32))) == bits(special(jnp.float32))
+
+
 def gradients(count, seed=0):
     """Per replica, a kernel and a bias for each of ``count`` layers; no two layers are of one size."""
     rng = np.random.default_rng(seed)

@@ -194,6 +194,9 @@ def test_at_least_two_xla_threads(monkeypatch):
     threads = [launch.environment(0, n, "h:1", base={})["NPROC"] for n in (1, 2, 4, 8, 16)]
     assert threads == ["8", "4", "2", "2", "2"]
     assert launch.environment(0, 8, "h:1", threads=3, base={})["NPROC"] == "3"
+    # Two devices that share two threads were seen to wait for each other for ever.
+    assert launch.environment(0, 8, "h:1", devices=2, base={})["NPROC"] == "8"
+    assert launch.environment(0, 8, "h:1", devices=1, base={})["NPROC"] == "2"
 
 
 def test_a_port_that_is_taken():

@@ -19,18 +19,22 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     ("compat", "errors"),
     ("dependency", "jaxprs", "loss", "state", "plan"),
-    ("order", "match", "pack", "schedules", "scalars", "accumulate", "replicate", "data"),
+    ("finite", "probe", "order", "match", "pack", "schedules", "scalars", "accumulate", "exchange"),
+    ("replicate", "data", "verify"),
     ("hooks", "drivers", "options"),
-    ("wire", "intercept", "checks"),
-    ("birth", "reduce"),
+    ("outcome", "model_state", "wire", "intercept", "checks", "agree"),
+    ("used", "birth", "reduce", "defaults"),
     ("grad", "backward", "step"),
+    ("start",),
     ("train",),
+    ("log",),
     ("inspect", "testing", "aot"),
     # Programs: nothing above them here starts processes or reads the environment.
     ("child",),
     ("supervise",),
     ("launch",),
     ("cli",),
+    ("__main__",),
     ("",),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

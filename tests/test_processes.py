@@ -2,54 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
-
-ROOT = Path(__file__).parent.parent
+from processes import start
 
 
 def launch(case, processes, tmp_path, timeout=180):
     """Runs the worker in ``processes`` processes; returns what each wrote."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    outs = [tmp_path / f"{case}-{processes}-{process}.json" for process in range(processes)]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    running = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.process_worker",
-                case,
-                str(process),
-                str(processes),
-                str(port),
-                str(out),
-            ],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for process, out in enumerate(outs)
-    ]
-    try:
-        logs = [process.communicate(timeout=timeout)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    for out, log in zip(outs, logs, strict=True):
-        assert out.exists(), log
-    return [json.loads(out.read_text()) for out in outs]
+    ended = start("tests.process_worker", case, processes, tmp_path, timeout)
+    for one in ended:
+        assert one.result is not None, one.log
+    return [one.result for one in ended]
 
 
 @pytest.mark.parametrize("via", ["shard_map", "pmap"])
@@ -71,6 +34,11 @@ def test_stateful_hooks_across_processes(tmp_path):
     np.testing.assert_allclose(first["pmap"]["losses"], first["shard_map"]["losses"], rtol=1e-5)
 
 
+@pytest.fixture(scope="module")
+def other_models(tmp_path_factory):
+    return launch("other models", 2, tmp_path_factory.mktemp("other_models"))
+
+
 @pytest.mark.parametrize(
     ("case", "path", "here", "there"),
     [
@@ -79,10 +47,11 @@ def test_stateful_hooks_across_processes(tmp_path):
         ("missing", "params/layer_3/bias", "float32[12]", "params/layer_5/bias"),
     ],
 )
-def test_p66_processes_with_other_models_are_told_apart(case, path, here, there, tmp_path):
-    for result in launch(case, 2, tmp_path):
-        message = result["error"]
+def test_p66_processes_with_other_models_are_told_apart(case, path, here, there, other_models):
+    for result in other_models:
+        message = result[case]
         assert message.startswith("ValueError: expected init arguments with the same structure")
         assert f"process 0 has '{path}: {here}'" in message
         assert "process 1 has" in message
         assert there in message
+        assert result["none"] is None  # and afterwards the same model is taken

@@ -105,8 +105,9 @@ def test_every_form_of_loss_function(has_aux, has_model_state, has_rng):
     loss = canonical_loss(
         loss_fn, has_aux=has_aux, has_model_state=has_model_state, has_rng=has_rng
     )
-    value, (model_state, aux) = loss(jnp.ones(2), jnp.arange(2.0), 10, "key")
+    value, (weight, model_state, aux) = loss(jnp.ones(2), jnp.arange(2.0), 10, "key")
     assert float(value) == 1.0
+    assert weight is None
     assert model_state == (11 if has_model_state else 10)
     assert aux == ("aux" if has_aux else None)
 

@@ -3,6 +3,7 @@
 import itertools
 import re
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,7 +12,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fdp
-from fdp import options, schedules
+from benchmarks import models
+from fdp import dependency, options, schedules
 from fdp.inspect import collectives, load, overlap, report
 
 MIB = 2**20
@@ -146,10 +148,59 @@ def test_a_tie_does_not_make_the_next_matmul_wait(small_target):
     assert [len(found.matmuls) for found in overlap(program)][:3] == [2, 2, 2]
 
 
-def test_default_packing_costs_no_more_than_pmean(small_target, request):
-    if small_target.platform == "tpu":
-        reason = "v5e: 1.981 GB against 1.805 GB of pmean, 1.10 x (temp memory 5.6 MB against 53.6)"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+class Convolutions(nn.Module):
+    """A stage of ResNet-50."""
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(4):
+            x = models.Bottleneck(64, 1)(x)
+        return x.mean((1, 2))
+
+
+def hidden_convolutions(target, detach):
+    """For each bucket of the stage, whether convolutions run beside it."""
+    module = Convolutions()
+    shape = (8, 16, 16, 256)
+    made = jax.eval_shape(module.init, jax.random.key(0), jax.ShapeDtypeStruct(shape, jnp.float32))
+
+    def loss(params, x):
+        state = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), made["batch_stats"])
+        variables = {"params": params, "batch_stats": state}
+        y, _ = module.apply(variables, x, mutable=["batch_stats"])
+        return jnp.mean(y.astype(jnp.float32) ** 2)
+
+    params = made["params"]
+    local = jax.ShapeDtypeStruct(shape, jnp.float32)
+    order = fdp.gradient_ready_order(loss, params, local)
+    plan = fdp.plan_buckets(
+        params, bucket_bytes=MIB // 4 + 32768, first_bucket_bytes=MIB // 4 + 32768, order=order
+    )
+
+    def step(params, x):
+        grads = ordered(plan)(jax.grad(loss)(fdp.varying(params, "data"), x))
+        old = dependency.detach(params) if detach else params
+        return jax.tree.map(lambda p, g: p - 0.1 * g, old, grads)
+
+    mesh = target.mesh
+    replicated, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    jitted = jax.jit(
+        mapped, in_shardings=(replicated, split), out_shardings=replicated, donate_argnums=0
+    )
+    x = jax.ShapeDtypeStruct((mesh.size * shape[0], *shape[1:]), jnp.float32)
+    return [found.flops > 0 for found in overlap(jitted.lower(params, x).compile())]
+
+
+def test_an_update_that_is_not_detached_makes_the_backward_wait(gpus):
+    *buckets, last = hidden_convolutions(gpus, detach=True)
+    assert len(buckets) >= 3
+    assert all(buckets)
+    assert not last
+    assert not all(hidden_convolutions(gpus, detach=False)[:-1])
+
+
+def test_default_packing_costs_no_more_than_pmean(small_target):
     params = mlp([2048] * 7)
     reference = report(compiled(small_target, params, plain))
     cap = options.suggested_bucket_bytes(small_target.platform)

@@ -6,9 +6,9 @@ import functools
 
 import jax
 import pytest
-from aot import models
 
 import fdp
+from benchmarks import models
 
 TARGETS = ("h100:8", "v5e:2x4")
 LAYERS, WIDTH = 20, 512

@@ -1,4 +1,4 @@
-"""Batches on a mesh."""
+"""Batches on a mesh, and whether they fit it."""
 
 from __future__ import annotations
 
@@ -56,10 +56,27 @@ def check_batch(batch: Any, replicas: int, num_microbatches: int, processes: int
       ValueError: the batch is empty, a leaf has no leading axis, leaves disagree on their number of examples, or that
         number does not divide by replicas x microbatches; the message gives the numbers and the nearest sizes.
     """
+    examples, unit = count_examples(batch), replicas * num_microbatches
+    if examples == 0 or examples % unit:
+        below, above = examples // unit * unit, (examples // unit + 1) * unit
+        nearest = f"{below} or {above}" if below else f"{above}"
+        share = f" in each of {processes} processes" if processes > 1 else ""
+        raise ValueError(
+            f"expected a batch size that divides by {replicas} replicas x {num_microbatches} microbatches = {unit}"
+            f"{share}, got {examples} examples: the nearest sizes are {nearest}."
+        )
+
+
+def count_examples(batch: Any) -> int:
+    """Length of the leading axis that all leaves of ``batch`` share.
+
+    Raises:
+      ValueError: the batch has no leaves, a leaf has no leading axis, or leaves disagree; names the paths.
+    """
     with_paths = jax.tree_util.tree_leaves_with_path(batch)
     if not with_paths:
         raise ValueError("expected a batch with at least one array, got an empty tree.")
-    first = None
+    first: tuple[Any, int] | None = None
     for path, leaf in with_paths:
         shape = jnp.shape(leaf)
         if not shape:
@@ -74,15 +91,7 @@ def check_batch(batch: Any, replicas: int, num_microbatches: int, processes: int
                 f"expected batch leaves with the same number of examples, got {first[1]} at "
                 f"{path_string(first[0])!r} and {shape[0]} at {path_string(path)!r}."
             )
-    examples, unit = first[1] if first else 0, replicas * num_microbatches
-    if examples == 0 or examples % unit:
-        below, above = examples // unit * unit, (examples // unit + 1) * unit
-        nearest = f"{below} or {above}" if below else f"{above}"
-        share = f" in each of {processes} processes" if processes > 1 else ""
-        raise ValueError(
-            f"expected a batch size that divides by {replicas} replicas x {num_microbatches} microbatches = {unit}"
-            f"{share}, got {examples} examples: the nearest sizes are {nearest}."
-        )
+    return first[1] if first else 0
 
 
 def replica_count(mesh: Mesh, axis_name: AxisName) -> int:
