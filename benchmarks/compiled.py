@@ -153,18 +153,25 @@ def main(argv: Sequence[str] | None = None) -> None:
             continue
         for name in names:
             rows += compare(name, target, rounds, cap)
+            if not args.quick:
+                write(args.out, rows, skipped, args.bucket_mb)
+
+
+def write(
+    out: Path, rows: Sequence[dict[str, Any]], skipped: Sequence[str], bucket_mb: float | None
+) -> None:
+    """What there is so far: a run that is stopped leaves its beginning behind."""
     result = {
         "jax": jax.__version__,
         "fdp": fdp.__version__,
         "cores": os.cpu_count(),
-        "bucket_mb": args.bucket_mb,
+        "bucket_mb": bucket_mb,
         "load_average": round(os.getloadavg()[0], 1),
         "skipped": skipped,
         "programs": rows,
     }
-    if not args.quick:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -57,7 +57,8 @@ def accumulate(
       op: ``"mean"`` averages values and gradients over microbatches (a loss that is a mean), ``"sum"`` adds them
         (a loss that is a sum; also what torch's ``no_sync`` does).
       dtype: dtype of the local sums, for example float32 for bfloat16 gradients; the gradients' own if not given.
-        Complex gradients keep their own. The result is cast back to the gradients' dtype.
+        Complex gradients keep their own. The result is cast back to the gradients' dtype. Values are always added up
+        in 32 bits or more, and cast back to their own.
 
     Returns:
       A function of the same signature. Every batch leaf has shape ``[k * b, ...]``; aux leaves come back stacked,
@@ -130,6 +131,10 @@ def accumulate_with_carry(
         last = num_microbatches - 1
         _, out_avals = _trace_shapes(once, params, _index(batches, 0), carry, _fold(rng, 0))
         (value_aval, _, carry_avals), grad_avals = out_avals
+        # In 16 bits, a sum of many values stands still once a further one is less than half of its last digit.
+        total = _zeros(value_aval, None)
+        if jnp.issubdtype(total.dtype, jnp.inexact):
+            total = total.astype(jnp.promote_types(total.dtype, jnp.float32))
         # The float0 "gradient" of an integer (allow_int=True) has nothing to add up: None stands for its sum.
         sums = jax.tree.map(
             lambda x: None if x.dtype == jax.dtypes.float0 else _zeros(x, dtype), grad_avals
@@ -140,10 +145,10 @@ def accumulate_with_carry(
             carry, total, sums = loop
             index, microbatch = scanned
             (value, aux, carry), grads = once(params, microbatch, carry, _fold(rng, index))
-            return (carry, total + value, _map_sums(_add, sums, grads)), aux
+            return (carry, _add(total, value), _map_sums(_add, sums, grads)), aux
 
         scanned = (jnp.arange(last), _index(batches, slice(0, last)))
-        (carry, total, sums), aux = lax.scan(body, (carry, _zeros(value_aval, None), sums), scanned)
+        (carry, total, sums), aux = lax.scan(body, (carry, total, sums), scanned)
         (value, last_aux, carry), grads = once(
             params, _index(batches, last), carry, _fold(rng, last)
         )
@@ -152,7 +157,10 @@ def accumulate_with_carry(
         grads = _map_sums(
             lambda s, g: g if s is None else ((s + g) / divide_by).astype(g.dtype), sums, grads
         )
-        return ((total + value) / divide_by, aux, carry), grads
+        value = _add(total, value) / divide_by
+        if jnp.issubdtype(value_aval.dtype, jnp.inexact):
+            value = value.astype(value_aval.dtype)
+        return (value, aux, carry), grads
 
     return accumulated
 

@@ -45,6 +45,7 @@ def agree(
 
     Raises:
       ValueError: in every process; names the processes that differ, and the first fact in which they do.
+      TypeError: ``facts`` are no mapping, or one of them cannot be compared.
       TimeoutError: in every process that arrived; names those that did not.
 
     Source: torch ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` verifies each collective; one traced program is verified once.
@@ -115,8 +116,12 @@ def fact_lines(facts: Mapping[str, Any]) -> list[str]:
     """What ``agree`` compares, as lines that a message can quote.
 
     Raises:
-      TypeError: a fact cannot be compared.
+      TypeError: ``facts`` are no mapping, or one of them cannot be compared.
     """
+    if not isinstance(facts, Mapping):
+        raise TypeError(
+            f"expected facts by name, got {type(facts).__name__}: pass a dict, for example {{'plan': plan}}."
+        )
     always = {
         "jax": jax.__version__,
         "numpy": np.__version__,

@@ -54,8 +54,9 @@ def check_options(
     """Options of ``data_parallel`` that are unknown, or do not go together.
 
     Raises:
-      ValueError: what was expected, what came, the edit to make.
+      TypeError, ValueError: what was expected, what came, the edit to make.
     """
+    check_flags(weighted=weighted, has_model_state=has_model_state)
     if unused not in ("zero", "skip"):
         raise ValueError(f'expected unused to be "zero" or "skip", got {unused!r}.')
     if mean_over not in ("all", "users"):
@@ -70,6 +71,15 @@ def check_options(
         raise ValueError(
             "got model_state_policy=..., but loss_fn has no model state: pass has_model_state=True, or leave it out."
         )
+
+
+def check_flags(**flags: Any) -> None:
+    """Raises TypeError unless all of them are bools: ``"no"`` would be taken for a yes."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(
+                f"expected {name} to be True or False, got {flag!r}: write {name}=True or {name}=False."
+            )
 
 
 def check_trainable(plan: BucketPlan, params: Any, trainable: Any) -> None:
@@ -125,8 +135,18 @@ def check_init(has_model_state: bool, model_state: Any, has_rng: bool, rng: Any)
             raise ValueError(
                 f"got {name}=... in init, but loss_fn does not take it: pass has_{name}=True to data_parallel."
             )
-    if rng is not None and not isinstance(rng, jax.Array) and not isinstance(rng, np.ndarray):
+    if rng is not None and not _is_key(rng):
         raise TypeError(f"expected rng to be a key such as jax.random.key(0), got {rng!r}.")
+
+
+def _is_key(rng: Any) -> bool:
+    """One key or its shape, of JAX's key type or in the older form of uint32 words."""
+    if not isinstance(rng, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+        return False
+    if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+        return rng.shape == ()
+    words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+    return (rng.shape, rng.dtype) == (words.shape, words.dtype)
 
 
 def check_opt_state(

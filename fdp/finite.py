@@ -39,6 +39,7 @@ def describe_nonfinite(nonfinite: Any, plan: BucketPlan) -> str:
       Text; empty if there is nothing to tell.
 
     Raises:
+      TypeError: there are no counts, or ``plan`` is no plan.
       ValueError: the plan has another number of buckets.
 
     Example:
@@ -47,6 +48,15 @@ def describe_nonfinite(nonfinite: Any, plan: BucketPlan) -> str:
       >>> print(fdp.describe_nonfinite(np.array([[0, 0], [0, 2]]), plan))
       replica 1: 2 of 2 gradient values in bucket 1 are NaN or Inf; its leaves: b
     """
+    if not isinstance(plan, BucketPlan):
+        raise TypeError(
+            f"expected plan to be a BucketPlan, got {type(plan).__name__}: pass what trainer.plan(state, batch) gives."
+        )
+    if nonfinite is None:
+        raise TypeError(
+            "expected counts of shape [replicas, buckets], got None: build the trainer with count_nonfinite=True, and "
+            "pass StepInfo.nonfinite of its train_step."
+        )
     if np.ndim(nonfinite) != 2 or nonfinite.shape[1] != len(plan.buckets):
         raise ValueError(
             f"expected counts of shape [replicas, {len(plan.buckets)} buckets], got {np.shape(nonfinite)}: pass "

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax import core, lax
 from jax.extend.core import DropVar, Literal
 
@@ -157,7 +158,19 @@ def run_eqn(jaxpr: Any, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
 
 def run_body(body: Body, inputs: Sequence[Any]) -> list[Any]:
     """Evaluates a body on values under the current trace."""
-    return core.eval_jaxpr(getattr(body.jaxpr, "jaxpr", body.jaxpr), body.consts, *inputs)
+    outputs = core.eval_jaxpr(getattr(body.jaxpr, "jaxpr", body.jaxpr), body.consts, *inputs)
+    return [
+        as_array(x, atom.aval) if is_literal(atom) else x
+        for atom, x in zip(body.jaxpr.outvars, outputs, strict=True)
+    ]
+
+
+def as_array(x: Any, aval: Any) -> Any:
+    """A literal's value as an array of type ``aval``.
+
+    JAX keeps the constant that a function returns in types of its own, which are no arrays.
+    """
+    return as_varying_as(jnp.asarray(x, aval.dtype), aval)
 
 
 def as_varying_as(x: Any, aval: Any) -> Any:

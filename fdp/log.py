@@ -46,7 +46,7 @@ def log_data(
       A dict with the keys
 
       - ``world_size``, ``process``, ``processes``, ``backend``, ``device_kind``, ``mesh``, ``axis_names``,
-        ``iteration``;
+        ``iteration`` (None for a state of shapes);
       - ``num_parameter_tensors``, ``total_parameter_size_bytes``, ``dtypes``;
       - ``bucket_cap_bytes``, ``first_bucket_cap_bytes``, ``bucket_sizes`` (bytes), ``bucket_dtypes``, ``bucket_paths``,
         ``per_bucket_param_indices`` and ``grad_order`` (leaf indices in launch order), ``bytes_reduced`` per step and
@@ -65,7 +65,8 @@ def log_data(
 
     Raises:
       TypeError: ``trainer`` is none.
-      ValueError: ``profile_steps`` is negative; and what ``train_step`` raises for such arguments.
+      ValueError: ``profile_steps`` is negative, or the state is of shapes and cannot run; and what ``train_step``
+        raises for such arguments.
 
     Source: torch ``DDPLoggingData`` (PyTorch 2.13).
     """
@@ -78,6 +79,11 @@ def log_data(
         raise ValueError(
             f"expected profile_steps to be a number of steps from 0, got {profile_steps!r}: write profile_steps=10, or "
             "leave it out to measure nothing."
+        )
+    if profile_steps and isinstance(getattr(state, "step", None), jax.ShapeDtypeStruct):
+        raise ValueError(
+            "expected a state of arrays with profile_steps, which runs steps, got one of shapes: make it with "
+            "trainer.init of the parameters themselves, or leave profile_steps out."
         )
     plan = trainer.plan(state, batch)
     data = {
@@ -101,7 +107,8 @@ def _where(trainer: Trainer, state: TrainState) -> dict[str, Any]:
         "device_kind": device.device_kind,
         "mesh": {str(name): size for name, size in trainer.mesh.shape.items()},
         "axis_names": [str(name) for name in axis_names(trainer.axis_name)],
-        "iteration": int(state.step),
+        # A state of shapes, made to look at a program ahead of time, has not come anywhere.
+        "iteration": None if isinstance(state.step, jax.ShapeDtypeStruct) else int(state.step),
     }
 
 

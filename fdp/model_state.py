@@ -57,12 +57,7 @@ def resolve(policy: Any, model_state: Any) -> Any:
 def _check(path: Any, leaf: Any, policy: Any) -> str:
     if policy is None:
         return scalars.mean_or_first(leaf)
-    policy = "first" if policy == "from_rank0" else policy
-    if policy not in POLICIES:
-        raise ValueError(
-            f'expected a policy of "mean", "max", "first" or "local" for model state {path_string(path)!r}, got '
-            f"{policy!r}."
-        )
+    policy = _known(policy, f"model state {path_string(path)!r}")
     floating = jnp.issubdtype(leaf.dtype, jnp.inexact)
     key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     if policy == "mean" and not floating:
@@ -75,6 +70,15 @@ def _check(path: Any, leaf: Any, policy: Any) -> str:
         raise ValueError(
             f"expected model state that has an order for the policy 'max', got {leaf.dtype} at "
             f"{path_string(path)!r}: use 'first'."
+        )
+    return policy
+
+
+def _known(policy: Any, what: str) -> str:
+    policy = "first" if policy == "from_rank0" else policy
+    if policy not in POLICIES:
+        raise ValueError(
+            f'expected a policy of "mean", "max", "first" or "local" for {what}, got {policy!r}.'
         )
     return policy
 
@@ -136,6 +140,7 @@ def consistent_model_state(state: TrainState, policy: Any = None) -> Any:
       The tree that was given to ``init``, of arrays without a replica axis, replicated.
 
     Raises:
+      TypeError: ``state`` is no ``TrainState``.
       ValueError: a policy is unknown, ``"local"``, or not for such a dtype.
 
     Example:
@@ -152,17 +157,28 @@ def consistent_model_state(state: TrainState, policy: Any = None) -> Any:
       >>> float(fdp.consistent_model_state(state)["seen"]) == 28.0 / trainer.mesh.size
       True
     """
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"expected a TrainState, got {type(state).__name__}: pass the state that train_step returned."
+        )
+    # Before asking whether anything is local: a misspelt policy would stay unseen until something is.
+    if isinstance(policy, str) and _known(policy, "local model state") == "local":
+        raise _still_local()
     local = state.local_model_state
     if local is None:
         return state.model_state
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), local)
     policies = resolve(policy, shapes)
     if "local" in jax.tree.leaves(policies):
-        raise ValueError(
-            "expected a policy that makes local model state one, got 'local': pass 'mean', 'max' or 'first'."
-        )
+        raise _still_local()
     joined = jax.tree.map(_join_on_host, policies, local)
     return merge(state.model_state, jax.device_put(joined, state.step.sharding))
+
+
+def _still_local() -> ValueError:
+    return ValueError(
+        "expected a policy that makes local model state one, got 'local': pass 'mean', 'max' or 'first'."
+    )
 
 
 def _join_on_host(policy: str, stacked: jax.Array) -> Any:

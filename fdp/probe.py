@@ -81,6 +81,10 @@ class _Run:
         def read(atom: Any) -> tuple[Any, Mask]:
             return (atom.val, self.none) if jaxprs.is_literal(atom) else known[atom]
 
+        def result(atom: Any) -> tuple[Any, Mask]:
+            value, mask = read(atom)
+            return (jaxprs.as_array(value, atom.aval) if jaxprs.is_literal(atom) else value), mask
+
         for eqn in body.jaxpr.eqns:
             given = [read(atom) for atom in eqn.invars]
             outs, out_masks = self.equation(
@@ -89,7 +93,7 @@ class _Run:
             for var, value, mask in zip(eqn.outvars, outs, out_masks, strict=True):
                 if not jaxprs.is_dropped(var):
                     known[var] = value, mask if _has_gradient(var) else self.none
-        results = [read(atom) for atom in body.jaxpr.outvars]
+        results = [result(atom) for atom in body.jaxpr.outvars]
         return [value for value, _ in results], [mask for _, mask in results]
 
     def equation(

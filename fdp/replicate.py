@@ -40,9 +40,28 @@ def replicate(tree: Any, mesh: Mesh, what: str = "params") -> Any:
         tree = _broadcast(tree)
 
     shardings = jax.tree.map(lambda x: _sharding_on(x, mesh), tree)
-    placed = jax.device_put(tree, shardings)
+    # A typed key cannot be put on devices of other processes, its numbers can.
+    placed = jax.device_put(jax.tree.map(_key_data, tree), shardings)
+    impls = [jax.random.key_impl(x) if _is_key(x) else None for x in jax.tree.leaves(tree)]
+
+    def copied(tree: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(tree)
+        whole = [
+            jnp.copy(x) if impl is None else jax.random.wrap_key_data(jnp.copy(x), impl=impl)
+            for x, impl in zip(leaves, impls, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, whole)
+
     # device_put may hand back the caller's own buffers, whatever may_alias says, for the device they live on already.
-    return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)(placed)
+    return jax.jit(copied, out_shardings=shardings)(placed)
+
+
+def _is_key(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _key_data(x: Any) -> Any:
+    return jax.random.key_data(x) if _is_key(x) else x
 
 
 def is_abstract(tree: Any) -> bool:
@@ -104,15 +123,10 @@ def _broadcast(tree: Any) -> Any:
         i for i, x in enumerate(leaves) if not isinstance(x, jax.Array) or x.is_fully_addressable
     ]
 
-    def raw(x: Any) -> Any:
-        is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return np.asarray(jax.random.key_data(x) if is_key else x)
-
-    values = multihost_utils.broadcast_one_to_all([raw(leaves[i]) for i in local])
+    values = multihost_utils.broadcast_one_to_all([np.asarray(_key_data(leaves[i])) for i in local])
     for i, value in zip(local, values, strict=True):
         x = leaves[i]
-        is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         leaves[i] = (
-            jax.random.wrap_key_data(value, impl=jax.random.key_impl(x)) if is_key else value
+            jax.random.wrap_key_data(value, impl=jax.random.key_impl(x)) if _is_key(x) else value
         )
     return jax.tree.unflatten(treedef, leaves)

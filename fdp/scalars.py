@@ -12,26 +12,30 @@ from jax import lax
 from fdp.compat import AxisName
 
 
-def reduce_small(tree: Any, how: Any, axis_name: AxisName, axis_size: int) -> Any:
+def reduce_small(
+    tree: Any, how: Any, axis_name: AxisName, axis_size: int, *, first: Any = None
+) -> Any:
     """Reduces all leaves of ``tree`` in one collective per wire dtype (one in all, when all are floating).
 
     ``"max"`` is another operation than a sum, and so another collective per wire dtype, where it is asked for.
 
     Args:
       tree: arrays, small ones.
-      how: same structure, one of ``"mean"``, ``"sum"``, ``"first"`` (replica 0's value), ``"max"`` per leaf.
+      how: same structure, one of ``"mean"``, ``"sum"``, ``"first"`` (one replica's value), ``"max"`` per leaf.
       axis_name: mesh axis or axes; must be bound.
       axis_size: number of replicas.
+      first: index of the replica whose value ``"first"`` takes; 0 if not given.
 
     Returns:
-      The reduced tree: same shapes and dtypes, except that the sum of bools is int32.
+      The reduced tree: same shapes and dtypes, except that sums of bools and of integers of less than 32 bits are
+      int32 or uint32.
     """
     leaves, treedef = jax.tree.flatten(tree)
     rules = jax.tree.leaves(how)
     if axis_size == 1:
         alone = [_widen(x) if rule == "sum" else x for x, rule in zip(leaves, rules, strict=True)]
         return jax.tree.unflatten(treedef, alone)
-    is_first = lax.axis_index(axis_name) == 0
+    is_first = lax.axis_index(axis_name) == (0 if first is None else first)
     wires: dict[tuple[str, Any], list[int]] = {}
     terms: list[jax.Array] = []
     for index, (leaf, rule) in enumerate(zip(leaves, rules, strict=True)):
@@ -73,7 +77,14 @@ def mean_or_first(x: Any) -> str:
 
 def over_microbatches(x: jax.Array) -> jax.Array:
     """The same rule as ``mean_or_sum`` along the leading axis, the one that ``accumulate`` stacks aux on."""
-    return jnp.mean(x, 0) if mean_or_sum(x) == "mean" else jnp.sum(x, 0, dtype=_widen(x).dtype)
+    if mean_or_sum(x) == "sum":
+        return jnp.sum(_widen(x), 0, dtype=_widen(x).dtype)
+    return jnp.mean(wide(x), 0).astype(x.dtype)
+
+
+def wide(x: jax.Array) -> jax.Array:
+    """A floating ``x`` in at least 32 bits, to be added up in."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _is_key(x: Any) -> bool:
@@ -81,7 +92,13 @@ def _is_key(x: Any) -> bool:
 
 
 def _widen(x: Any) -> Any:
-    return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
+    """Bools and small integers in 32 bits: three replicas with a uint8 of 100 would come to 44."""
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.int32)
+    if jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 32:
+        signed = jnp.issubdtype(x.dtype, jnp.signedinteger)
+        return x.astype(jnp.int32 if signed else jnp.uint32)
+    return x
 
 
 def _restore(part: jax.Array, like: Any, rule: str) -> Any:

@@ -4,14 +4,15 @@ state.params --varying--> params that belong to this replica
 batch share  --accumulate--> outcome, gradients                         local, in ready order
 outcome (loss, aux, model state ...) --over_replicas--> replicated      one small collective, behind the forward
 gradients --wire, bucket by bucket--> replicated                        overlapping the backward, in loops too
-means over replicas --divide_by_weight_or_users--> what was asked for   nothing, without such options
+means over replicas --divide_by_weight_or_users--> what was asked for   nothing, without such options; with weights
+                                                                        before the wire, where that can be
 replicated gradients --optimizer--> new params                          except what stays as it was
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from fdp import birth, compat, dependency, outcome, probe, used
+from fdp import birth, compat, dependency, outcome, probe, scalars, used
 from fdp.accumulate import accumulate_with_carry
 from fdp.birth import Born
 from fdp.checks import check_opt_state
@@ -120,12 +121,27 @@ def synced_step(
         axis_name=config.axis_name,
         size=size,
     )
+
+    def divided(gradients: Mapping[int, Any]) -> dict[int, Any]:
+        return used.divide_by_weight_or_users(
+            gradients, total, planned, size=size, mean_over=config.mean_over
+        )
+
+    # With weights, gradients are divided before they are sent: a narrow wire that holds their mean need not hold
+    # their sums. What was sent earlier, in loops and in front of them, is divided now.
+    early = set(born.grads) & set(born.sent.reduced)
+    grads_to_send = born.grads
+    if config.weighted:
+        grads_to_send = dict(born.grads) | divided(
+            {k: g for k, g in born.grads.items() if k not in early}
+        )
     reduced, hook_state = birth.finish(
-        config.wire, born, after=dependency.token_of([total.loss]) if size > 1 else None
+        config.wire,
+        dataclasses.replace(born, grads=grads_to_send),
+        after=dependency.token_of([total.loss]) if size > 1 else None,
     )
-    reduced = used.divide_by_weight_or_users(
-        reduced, total, planned, size=size, mean_over=config.mean_over
-    )
+    late = {*early, *born.in_loops} if config.weighted else set(reduced)
+    reduced |= divided({k: g for k, g in reduced.items() if k in late})
     grads = jax.tree.unflatten(base.treedef, [reduced.get(i) for i in range(len(base.leaves))])
     # Fused with an operation of the backward that reads the same parameter, an update makes that operation wait.
     before = dependency.detach(trainable)
@@ -139,6 +155,7 @@ def synced_step(
         )
     params = merge_frozen(base, moved, state.params)
     new = Replicated(state.step + 1, params, opt_state, total.model_state, state.rng)
+    local_model_state = outcome.unless_empty(local, local_model_state, own.model_state)
     new_own = Own(hook_state if stateful else own.hook_state, local_model_state)
     old = state._replace(params=merge_frozen(base, before, state.params))
     new, new_own = outcome.unless_empty(total, (new, new_own), (old, own))
@@ -177,10 +194,9 @@ def _with_held(
     config: StepConfig, mine: Outcome, unreduced: Unreduced | None, zeros: Collection[int]
 ) -> Outcome:
     """This replica's outcome, with the weight and the use of what it held back."""
-    if unreduced is None:
-        held_weight, held_use = None, None
-    else:
-        held_weight, held_use = unreduced.weight, unreduced.use
+    held_weight, held_use = outcome.of_held_back(
+        unreduced, weighted=config.weighted, asks_for_use=config.asks_for_use
+    )
     use = used.together(mine.use, held_use, zeros, weighted=config.weighted)
     return mine._replace(held_weight=held_weight, use=use)
 
@@ -235,7 +251,11 @@ def _local_gradients(
         args = (trainable, microbatch, model_state, key if config.rng_per_replica else rng)
         (value, (mask, rest)), grads = jax.value_and_grad(noted, has_aux=True)(*args)
         weight, model_state, aux = rest
-        return (value, (mask, weight, aux), model_state), grads
+        kind = None
+        if config.weighted:
+            kind, value = jnp.zeros((0,), value.dtype), scalars.wide(value)
+            value, aux, grads = outcome.with_weight_only(weight, (value, aux, grads))
+        return (value, (mask, weight, aux, kind), model_state), grads
 
     accumulated = accumulate_with_carry(
         grad_fn,
@@ -243,7 +263,7 @@ def _local_gradients(
         op="sum" if config.weighted else "mean",
         dtype=config.accumulate_dtype,
     )
-    (value, (masks, weights, aux), model_state), grads = accumulated(
+    (value, (masks, weights, aux, kind), model_state), grads = accumulated(
         select_trainable(plan, params), batch, model_state, rng if config.rng_per_replica else None
     )
     use = used.of_microbatches(masks, weights)
@@ -254,7 +274,7 @@ def _local_gradients(
             grads,
             is_leaf=lambda x: x is None,
         )
-    mine = outcome.of_microbatches(value, weights, use, aux, model_state)
+    mine = outcome.of_microbatches(value, kind, weights, use, aux, model_state)
     return mine, jax.tree.leaves(grads)
 
 

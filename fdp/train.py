@@ -16,6 +16,7 @@ from fdp.agree import once as agree_once
 from fdp.birth import Born
 from fdp.checks import (
     check_arguments,
+    check_flags,
     check_init,
     check_mesh,
     check_options,
@@ -170,6 +171,12 @@ def data_parallel(
     """
     check_arguments(loss_fn, optimizer, via, num_microbatches, plan, compiler_options)
     check_options(weighted, op, unused, mean_over, has_model_state, model_state_policy)
+    check_flags(
+        has_aux=has_aux,
+        has_rng=has_rng,
+        count_nonfinite=count_nonfinite,
+        rng_per_replica=rng_per_replica,
+    )
     mesh = defaults.default_mesh(axis_name) if mesh is None else mesh
     replicas = replica_count(mesh, axis_name)
     share = defaults.process_share(mesh, replicas)
@@ -296,7 +303,15 @@ def data_parallel(
         given = {"params": params, "model_state": model_state, "rng": rng}
         the_plan = plan_for(params, None)
         return initial_state(
-            given, the_plan, optimizer, the_wire, model_state_policy, mesh, per_replica, count
+            given,
+            the_plan,
+            optimizer,
+            the_wire,
+            model_state_policy,
+            mesh,
+            per_replica,
+            count,
+            unused,
         )
 
     def traced(state: TrainState, batch: Any) -> Born:

@@ -71,6 +71,7 @@ def check_replicas(
     Raises:
       ValueError: in every process; names the leaves, and the devices and processes that differ from most others. Or
         the processes hold trees of other shapes.
+        Or a step has consumed the state.
       TypeError: called under ``jax.jit``, or on shapes instead of arrays.
       TimeoutError: a process did not come to compare; names it.
 
@@ -136,7 +137,14 @@ def _array(leaf: Any, path: str) -> Any:
             f"expected arrays, got {type(leaf).__name__} at {path!r}: call it outside jax.jit, between steps, on the "
             "state that a step returned."
         )
-    return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+    if not isinstance(leaf, jax.Array):
+        return np.asarray(leaf)
+    if leaf.is_deleted():
+        raise ValueError(
+            f"expected arrays that still exist, but the one at {path!r} was consumed: train_step takes the memory of "
+            "the state it is given. Check the state that it returned."
+        )
+    return leaf
 
 
 def _odd_ones(entries: NDArray[np.uint32]) -> tuple[list[int], int]:

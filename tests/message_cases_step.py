@@ -3,10 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from message_cases_plan import Case
 
 import fdp
-from fdp import model_state
+from fdp import model_state, used
 from fdp.loss import canonical_loss
 
 PLAN = fdp.plan_buckets({"w": jnp.ones(3)})
@@ -22,6 +23,22 @@ def weight(value):
         weighted=True,
     )
     return loss(jnp.ones(2), None, None, None)
+
+
+def mapped(optimizer):
+    params = {"a": jnp.ones(3)}
+    used.map_per_parameter(
+        optimizer, lambda x, _: x, optimizer.init(params), params, otherwise=lambda x: x
+    )
+
+
+def can_skip(optimizer):
+    params = {"a": jnp.ones(3)}
+    used.check_can_skip(optimizer, params, optimizer.init(params))
+
+
+def multi_steps():
+    return optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()
 
 
 CASES = {
@@ -64,5 +81,30 @@ CASES = {
         lambda: fdp.describe_nonfinite(np.zeros((2, 3), np.int32), PLAN),
         ValueError,
         ("expected counts of shape [replicas, 1 buckets]", "got (2, 3)", "trainer.plan"),
+    ),
+    "steps of which some use a leaf": Case(
+        lambda: can_skip(optax.chain(optax.clip(1.0), multi_steps())),
+        ValueError,
+        (
+            'expected an optimizer that updates at every step with unused="skip"',
+            "got optax.MultiSteps",
+            "num_microbatches=k",
+            "trainer.no_sync_step for all steps of a window but the last",
+        ),
+    ),
+    "state of no parameter": Case(
+        lambda: can_skip(optax.flatten(optax.adam(0.1))),
+        ValueError,
+        (
+            'expected an optimizer that keeps its state per parameter with unused="skip"',
+            "ValueError: Need at least one array to concatenate",
+            "Leave optax.flatten away",
+            'unused="zero"',
+        ),
+    ),
+    "state that cannot be mapped": Case(
+        lambda: mapped(optax.flatten(optax.adam(0.1))),
+        used.NotPerParameterError,
+        ("ValueError: Need at least one array to concatenate",),
     ),
 }

@@ -42,6 +42,21 @@ def train(**options):
     }
 
 
+def local_state(via):
+    """State that stays with its replica starts from process 0's too, on devices of all processes."""
+
+    def loss(params, batch, *, model_state):
+        return jnp.mean(params * batch), model_state + jnp.sum(batch)
+
+    trainer = fdp.data_parallel(
+        loss, optax.sgd(0.1), via=via, has_model_state=True, model_state_policy="local"
+    )
+    state = trainer.init(jnp.ones(()), model_state=jnp.float32(10 * (process + 1)))
+    for _ in range(2):
+        state, _ = trainer.train_step(state, share(np.arange(4, dtype=np.float32)))
+    return [float(fdp.consistent_model_state(state, policy)) for policy in ("max", "mean")]
+
+
 def run():
     if case in ("shard_map", "pmap"):
         return train(via=case, num_microbatches=2)
@@ -49,6 +64,7 @@ def run():
         return {
             "shard_map": train(hook=error_feedback()),
             "pmap": train(hook=error_feedback(), via="pmap"),
+            "local": {via: local_state(via) for via in ("shard_map", "pmap")},
         }
     return {kind: refusal(kind) for kind in ("shape", "dtype", "missing", "none")}
 

@@ -113,6 +113,16 @@ def test_sums_are_made_in_the_dtype_asked_for(dtype, want):
     assert (float(grad), grad.dtype, value.dtype) == (want, jnp.bfloat16, jnp.float32)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_values_are_added_up_in_32_bits(dtype, op):
+    # In bfloat16 a sum of ones stands still at 256; in float16 a sum of 600s overflows before it is divided.
+    one = 600.0 if dtype == jnp.float16 and op == "mean" else 1.0
+    batch = jnp.full((600,), one, dtype)
+    value, _ = fdp.accumulate(lambda w, x: (x[0], jnp.float32(0)), 600, op=op)(None, batch)
+    assert (float(value), value.dtype) == (one if op == "mean" else 600.0, dtype)
+
+
 @pytest.mark.parametrize("dtype", [None, jnp.float32, jnp.bfloat16])
 def test_p33_complex_gradients_keep_both_parts(dtype):
     batch = jnp.asarray([1 + 2j, 3 - 4j], jnp.complex64)

@@ -74,6 +74,17 @@ def test_the_order_is_recorded(seed, epoch):
     assert part.indices.tolist() == RECORDED[seed, epoch]
 
 
+def test_no_two_seeds_and_epochs_have_one_order():
+    numbers = [0, 1, 2, 2**32 - 1]
+    seeds = [*numbers, *(low + 2**32 * high for low in numbers for high in numbers[1:])]
+    orders = [
+        tuple(epoch_indices(30, epoch=e, seed=s, process=0, process_count=1).indices)
+        for s in seeds
+        for e in numbers
+    ]
+    assert len(set(orders)) == len(orders) == 64
+
+
 RECORDED = {
     (0, 0): [11, 3, 2, 1, 8, 6, 0, 7, 4, 10, 5, 9],
     (2**63, 7): [6, 5, 3, 0, 9, 10, 4, 11, 7, 2, 8, 1],

@@ -112,6 +112,25 @@ def test_an_iterator_that_raises_stops_the_others(processes):
     assert "its iterator raised OSError: disk is gone" in str(first)
 
 
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [(SystemExit(3), "SystemExit: 3"), (KeyboardInterrupt(), "KeyboardInterrupt")],
+)
+def test_a_process_that_is_told_to_exit_stops_the_others(processes, error, says):
+    def ending():
+        yield from batches(1, 2)
+        raise error
+
+    def exits():
+        with pytest.raises(type(error)):
+            list(join(ending(), timeout=10))
+
+    first, second = processes(2).run(lambda: list(join(batches(0, 5), timeout=10)), exits)
+    assert second is None
+    assert isinstance(first, RuntimeError)
+    assert f"but its iterator raised {says}. Let every" in str(first)
+
+
 def test_a_process_that_leaves_the_loop_stops_the_others(processes):
     def leave():
         for step, _ in enumerate(join(batches(1, 5), timeout=10)):

@@ -18,8 +18,9 @@ ROOT = Path(__file__).parent.parent
 # without cycles. "" is fdp/__init__.py. A new module gets its place here.
 LAYERS = (
     ("compat", "errors"),
-    ("dependency", "jaxprs", "loss", "state", "plan"),
-    ("finite", "probe", "order", "match", "pack", "schedules", "scalars", "accumulate", "exchange"),
+    ("dependency", "jaxprs", "state", "plan"),
+    ("loss", "scalars"),
+    ("finite", "probe", "order", "match", "pack", "schedules", "accumulate", "exchange"),
     ("replicate", "data", "verify"),
     ("hooks", "drivers", "options"),
     ("outcome", "model_state", "wire", "intercept", "checks", "agree"),

@@ -11,7 +11,9 @@ import message_cases_data
 import message_cases_hooks
 import message_cases_plan
 import message_cases_reduce
+import message_cases_small
 import message_cases_step
+import message_cases_step2
 import pytest
 from message_cases_plan import Case
 
@@ -28,6 +30,8 @@ CASES = {
     **message_cases_reduce.CASES,
     **message_cases_data.CASES,
     **message_cases_step.CASES,
+    **message_cases_step2.CASES,
+    **message_cases_small.CASES,
 }
 
 

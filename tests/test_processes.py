@@ -27,11 +27,13 @@ def test_two_processes_of_two_devices_equal_one_process(via, tmp_path):
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_stateful_hooks_across_processes(tmp_path):
+def test_stateful_hooks_and_local_model_state_across_processes(tmp_path):
     first, second = launch("stateful", 2, tmp_path)
     assert first.get("error") is None, first
     assert first == second
     np.testing.assert_allclose(first["pmap"]["losses"], first["shard_map"]["losses"], rtol=1e-5)
+    # Process 0's 10, and on each of four replicas twice its example: 0, 1, 2 and 3.
+    assert first["local"] == {"shard_map": [16.0, 13.0], "pmap": [16.0, 13.0]}
 
 
 @pytest.fixture(scope="module")

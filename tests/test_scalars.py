@@ -42,6 +42,39 @@ def test_each_leaf_by_its_rule(where, mesh):
     np.testing.assert_array_equal(got["table"], [0.0, 1.0])
 
 
+@pytest.mark.parametrize(
+    ("dtype", "value", "wide"),
+    [
+        ("uint8", 200, "uint32"),
+        ("int8", -100, "int32"),
+        ("int16", 30000, "int32"),
+        ("uint16", 60000, "uint32"),
+        ("int32", 7, "int32"),
+    ],
+)
+def test_small_integers_do_not_wrap(dtype, value, wide):
+    x = jnp.full(8, value, dtype)
+    got = jax.vmap(
+        lambda x: scalars.reduce_small([x] * 3, ["sum", "first", "max"], "data", 8),
+        axis_name="data",
+    )(x)
+    assert [(int(y[0]), y.dtype.name) for y in got] == [
+        (8 * value, wide),
+        (value, dtype),
+        (value, dtype),
+    ]
+    over = scalars.over_microbatches(x)
+    assert (int(over), over.dtype.name) == (8 * value, wide)
+
+
+def test_the_first_may_be_another_replica():
+    x = jnp.arange(4.0)
+    got = jax.vmap(
+        lambda x: scalars.reduce_small([x], ["first"], "data", 4, first=2), axis_name="data"
+    )(x)
+    np.testing.assert_array_equal(got[0], [2.0] * 4)
+
+
 def test_keys_are_replica_zeros(mesh):
     keys = jax.random.split(jax.random.key(0), 8)
     for where in ("vmap", "shard_map checked"):
@@ -99,7 +132,7 @@ def test_every_form_of_loss_function(has_aux, has_model_state, has_rng):
         if has_model_state:
             out.append(keywords["model_state"] + 1)
         if has_aux:
-            out.append("aux")
+            out.append(0.25)
         return tuple(out) if len(out) > 1 else out[0]
 
     loss = canonical_loss(
@@ -109,7 +142,7 @@ def test_every_form_of_loss_function(has_aux, has_model_state, has_rng):
     assert float(value) == 1.0
     assert weight is None
     assert model_state == (11 if has_model_state else 10)
-    assert aux == ("aux" if has_aux else None)
+    assert aux == (0.25 if has_aux else None)
 
 
 def test_a_constant_loss_is_a_loss():

@@ -224,10 +224,11 @@ def one_device(options, updates=UPDATES):
         params = {n: p if n in skipped else p - 0.1 * moments[n] for n, p in params.items()}
         if options.has_state:
             each = weights if options.weighted else np.ones(count)
-            mine = [state["mine"] for state in states]
+            seen = np.flatnonzero(each)  # no other replica has a say, or changes its own
+            mine = [s["mine"] if e else m for s, e, m in zip(states, each, mine, strict=True)]
             shared = {
-                "count": states[0]["count"],
-                "largest": np.max([state["largest"] for state in states], 0),
+                "count": states[seen[0]]["count"],
+                "largest": np.max([states[i]["largest"] for i in seen], 0),
                 "mean": np.average([state["mean"] for state in states], 0, each),
             }
         if options.weighted:

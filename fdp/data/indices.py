@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+_WORD = 2**32  # NumPy's entropy is a row of words of 32 bits
+
 
 class EpochIndices(NamedTuple):
     """What one process reads in one epoch.
@@ -44,8 +46,9 @@ def epoch_indices(
 
     A pure function of its arguments: the same on every host, after a restart, and in every version of NumPy (the order
     sorts raw 64-bit numbers of ``PCG64(SeedSequence([seed, epoch]))``, two streams whose compatibility NumPy promises;
-    that of ``Generator.permutation`` it does not). Over all processes, every example occurs exactly once where ``mask``
-    is True; with ``drop_last``, at most once.
+    that of ``Generator.permutation`` it does not). Epoch 0 of a seed from ``2**32`` on has ``[seed, 0, 1]`` there:
+    NumPy takes ``[2**32, 0]`` for ``[0, 1]``. Over all processes, every example occurs exactly once where ``mask`` is
+    True; with ``drop_last``, at most once.
 
     Matches torch ``DistributedSampler`` (shuffle by seed and epoch; strided without a batch size), with three
     departures: padding is marked and not made of repeated examples, which torch trains and evaluates on twice;
@@ -53,10 +56,10 @@ def epoch_indices(
 
     Args:
       size: number of examples.
-      epoch: number of the epoch, from 0.
+      epoch: number of the epoch, from 0, below ``2**32``.
       process: this process, ``jax.process_index()``.
       process_count: how many there are, ``jax.process_count()``.
-      seed: not negative.
+      seed: from 0, below ``2**64``.
       batch_size: examples per step and process; without one, one row of all.
       shuffle: another order every epoch; otherwise the order of the data, in all.
       drop_last: leave out the last, partial step (without batch size: the last, partial round) instead of padding it.
@@ -76,6 +79,7 @@ def epoch_indices(
     """
     size = _whole("size", size, 1)
     epoch, seed = _whole("epoch", epoch, 0), _whole("seed", seed, 0)
+    entropy = _entropy(seed, epoch)
     process_count = _whole("process_count", process_count, 1)
     process = _whole("process", process, 0)
     if process >= process_count:
@@ -93,7 +97,7 @@ def epoch_indices(
         )
     order = np.arange(size)
     if shuffle:
-        stream = np.random.PCG64(np.random.SeedSequence([seed, epoch]))
+        stream = np.random.PCG64(np.random.SeedSequence(entropy))
         order = np.argsort(stream.random_raw(size), kind="stable")
     padding = max(0, steps * unit - size)
     indices = np.pad(order[: steps * unit], (0, padding)).astype(np.int64)
@@ -103,6 +107,17 @@ def epoch_indices(
     if batch_size is None:
         return EpochIndices(mine.reshape(-1), counts.reshape(-1))
     return EpochIndices(mine, counts)
+
+
+def _entropy(seed: int, epoch: int) -> list[int]:
+    """Entropy that is another for every seed and epoch, zeros at its end aside, which NumPy does not see."""
+    for name, value, bits in (("seed", seed, 64), ("epoch", epoch, 32)):
+        if value >= 2**bits:
+            raise ValueError(
+                f"expected {name} to be below 2**{bits}, got {value}: pass {name} % 2**{bits}."
+            )
+    # The words of (seed, epoch) are [s, e], or [s, s', e] with s' > 0: alike where that e is 0 and the other is s'.
+    return [seed, epoch] if epoch or seed < _WORD else [seed, 0, 1]
 
 
 def _whole(name: str, value: Any, least: int) -> int:

@@ -95,9 +95,11 @@ def _join(
         try:
             for batch in itertools.islice(batches, lookahead):
                 ahead.append(_with_mask(batch, size))
-        except Exception as error:
-            # The others are waiting for this process's word. They get it, and stop.
-            said = f"its iterator raised {type(error).__name__}: {error}"
+        except BaseException as error:
+            # The others are waiting for this process's word. They get it, and stop: also where this one is told to
+            # exit, which is no Exception.
+            what = f": {error}" if str(error) else ""
+            said = f"its iterator raised {type(error).__name__}{what}"
             exchange.leave_note(name, json.dumps({"gone": said}))
             raise
         if ahead:

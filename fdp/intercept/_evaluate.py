@@ -113,7 +113,7 @@ def evaluate(
     outputs = []
     for position, value in enumerate(interception.program.outputs):
         leaf = interception.positions.get(position)
-        outputs.append(reduced[leaf] if leaf in reduced else run.values[value])
+        outputs.append(reduced[leaf] if leaf in reduced else run.result(value))
     return Evaluation(outputs, frozenset(reduced), token, tuple(states))
 
 
@@ -121,11 +121,17 @@ class _Run:
     """Values of a program, as far as it has run. Values on the way from a loop to a reduced gradient never exist."""
 
     def __init__(self, program: Program, args: Sequence[Any], on_the_way: set[Value]):
+        self._avals, self._constants = program.avals, program.constants
         self.values: dict[Value, Any] = dict(program.constants)
         self.values.update(zip(program.inputs, args, strict=True))
         self._makers = {v: step for step in program.steps for v in step.outputs if v is not None}
         self._on_the_way = on_the_way
         self._done: set[int] = set()
+
+    def result(self, value: Value) -> Any:
+        """A value as an array: constants of the program may be of JAX's own types."""
+        found = self.values[value]
+        return jaxprs.as_array(found, self._avals[value]) if value in self._constants else found
 
     def step(self, step: Step) -> None:
         """Runs a step, unless it has run or only serves gradients that are reduced in a loop."""
