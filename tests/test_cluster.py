@@ -366,11 +366,19 @@ def test_a_killed_owner_is_cleaned_up_after():
 
 @needs_wires
 def test_collectives_cross_the_wire(capsys):
-    # The command itself compares the bytes that left through the wire with those of the arrays.
-    code = smoke.main(["--rate", "400mbit", "--sizes", "1000000", "5000000", "--repeats", "3"])
+    # The command itself compares the bytes that left through the wire with those of the arrays. It also refuses to
+    # start on a wire that is too slow, which a busy machine's is now and then.
+    arguments = ["--rate", "200mbit", "--sizes", "1000000", "5000000", "--repeats", "3"]
+    for attempt in range(5):
+        try:
+            code = smoke.main(arguments)
+            break
+        except UnreachableRate:
+            if attempt == 4:
+                raise
     captured = capsys.readouterr()
     assert code == 0, captured.err
     row = captured.out.splitlines()[3].split()
     assert row[0] == "5,000,000"
-    # 0.1 s at line rate, of which a burst's worth is free.
-    assert 0.097 < float(row[1]) < 5
+    # 0.2 s at line rate, of which a burst's worth is free.
+    assert 0.195 < float(row[1]) < 5
