@@ -69,7 +69,7 @@ def tie(
     # One buffer may be reduced asynchronously, and its matmul must not wait for the token.
     write = _where if compat.platform() == "tpu" and len(buffers) > 1 else _corner
     held = [write(buffer, never) if buffer.size else buffer for buffer in buffers]
-    read = token_of(earlier) if compat.platform() == "cpu" else None
+    read = join([_pair(x) for x in earlier if x.size]) if compat.platform() == "cpu" else None
     filled = [i for i, buffer in enumerate(buffers) if buffer.size]
     if read is not None and filled:
         held[filled[0]] = _corner(buffers[filled[0]], never, read)
@@ -113,6 +113,20 @@ def detach(tree: Tree) -> Tree:
 def _first(buffer: jax.Array) -> jax.Array:
     corner = lax.slice(buffer, (0,) * buffer.ndim, (1,) * buffer.ndim).reshape(())
     return jnp.real(corner).astype(jnp.float32)
+
+
+def _pair(buffer: jax.Array) -> jax.Array:
+    """A float32 scalar that needs ``buffer`` itself.
+
+    Two elements, one of them the corner: what was written in place and nothing else, or nothing of it, XLA (0.12) takes
+    from where the write took it, and the buffer's memory is free.
+    """
+    sizes = [1] * buffer.ndim
+    wide = [axis for axis, size in enumerate(buffer.shape) if size > 1]
+    if wide:
+        sizes[wide[-1]] = 2
+    pair = lax.slice(buffer, (0,) * buffer.ndim, sizes)
+    return jnp.real(pair).astype(jnp.float32).sum()
 
 
 def _corner(buffer: jax.Array, never: jax.Array, otherwise: jax.Array | None = None) -> jax.Array:

@@ -124,6 +124,15 @@ OPTIONS: tuple[CompilerOption, ...] = (
         limit=30 * 2**20,
     ),
     CompilerOption(
+        "xla_cpu_scheduler_type",
+        "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
+        "cpu",
+        ALWAYS,
+        "All-reduces are written down before the matmuls they should run beside. The runtime takes shared memory for a "
+        "dependency, and by default an all-reduce waited for matmuls that used its memory before.",
+        _CHECKED,
+    ),
+    CompilerOption(
         "xla_disable_hlo_passes",
         "cpu-all-reduce-combiner",
         "cpu",

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
-from fdp import compat, dependency, hooks, schedules
+from fdp import compat, dependency, held, hooks, schedules
 from fdp import pack as packings
 from fdp.compat import AxisName
 from fdp.hooks import BucketView, CommHook
@@ -110,9 +110,7 @@ def send(
     reduced, tokens, states = dict(sent.reduced), list(sent.tokens), list(sent.states)
     here = len(tokens)
     overlaps = not any(launch.after_backward for launch in launches)
-    gave: list[
-        Sequence[jax.Array]
-    ] = []  # of each launch of this call: gradients, and what was made of them
+    gave: list[Sequence[jax.Array]] = []  # of each launch of this call: what crossed the axis
     got: list[Sequence[jax.Array]] = []  # and what came back
     ends: list[jax.Array | None] = []  # tokens of launches that no later one waits for
     for k in range(here, len(launches)):
@@ -128,17 +126,22 @@ def send(
         token = dependency.join(waited_for)
         buffers = wire.packing.pack(bucket, leaves)
         is_end = not any(k in later.after for later in launches[k + 1 :])
-        passed = None
-        if is_end:
-            before = _all_before(launches, k) if overlaps else ()
-            earlier = [buffer for j in before if j >= here for buffer in gave[j - here]]
-            buffers = dependency.tie(buffers, token, earlier)
-        else:
-            buffers, passed = dependency.thread(buffers, token)
         view = BucketView(bucket, k, k == len(launches) - 1, wire.axis_name, size, wire.op)
-        out, states[k] = wire.hook.reduce(buffers, states[k], view)
+        passed = None
+        if overlaps and compat.platform() == "cpu":
+            before = _all_before(launches, k) if is_end else ()
+            earlier = [buffer for j in before if j >= here for buffer in gave[j - here]]
+            (out, states[k]), crossed = _reduce_kept(
+                wire.hook, buffers, states[k], view, token, earlier
+            )
+            gave.append(crossed)
+        else:
+            if is_end:
+                buffers = dependency.tie(buffers, token)
+            else:
+                buffers, passed = dependency.thread(buffers, token)
+            out, states[k] = wire.hook.reduce(buffers, states[k], view)
         _check_reduced(wire.hook, view, buffers, out)
-        gave.append((*leaves, *buffers))
         got.append(out)
         new_token = dependency.join([dependency.token_of(out), passed])
         # A bucket without elements has no token of its own, and must not break the chain it is a link of.
@@ -151,6 +154,31 @@ def send(
         unpacked = wire.packing.unpack(launch.bucket, tuple(out))
         reduced.update(zip(launch.bucket.leaf_indices, unpacked, strict=True))
     return Sent(reduced, tuple(tokens), tuple(states))
+
+
+def _reduce_kept(
+    hook: CommHook,
+    buffers: packings.Buffers,
+    state: hooks.HookState,
+    view: BucketView,
+    token: jax.Array | None,
+    earlier: Sequence[jax.Array],
+) -> tuple[tuple[packings.Buffers, hooks.HookState], list[jax.Array]]:
+    """``hook.reduce`` after ``token``; also returns what its collectives read, whose memory is nobody else's.
+
+    On CPU alone, where shared memory is a dependency: see ``dependency.tie`` for ``earlier``.
+    """
+    crossed: list[jax.Array] = []
+
+    def hold(read: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        # The first bucket waits for nothing but itself: untied, XLA would keep the arrays that it is computed from.
+        first = dependency.token_of(read) if token is None else token
+        tied = dependency.tie(read, first, earlier)
+        crossed.extend(tied)
+        return tied
+
+    reduced = held.run(lambda x, s: hook.reduce(x, s, view), (buffers, state), hold)
+    return reduced, crossed
 
 
 def _all_before(launches: Sequence[Launch], k: int) -> list[int]:

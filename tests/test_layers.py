@@ -20,7 +20,7 @@ LAYERS = (
     ("compat", "errors"),
     ("dependency", "jaxprs", "state", "plan"),
     ("loss", "scalars"),
-    ("finite", "probe", "order", "match", "pack", "schedules", "accumulate", "exchange"),
+    ("finite", "held", "probe", "order", "match", "pack", "schedules", "accumulate", "exchange"),
     ("replicate", "data", "verify"),
     ("hooks", "drivers", "options"),
     ("outcome", "model_state", "wire", "intercept", "checks", "agree"),

@@ -21,7 +21,8 @@ TPU_ASYNC = {
     "xla_enable_async_all_reduce": "true",
     "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true",
 }
-CPU_APART = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
+CPU_ORDER = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+CPU_APART = {**CPU_ORDER, "xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
 MIB = 2**20
 
 
@@ -35,7 +36,7 @@ def plan(*leaf_mib, bucket_mib):
 
 @pytest.mark.parametrize(
     ("platform", "expected"),
-    [("cpu", {}), ("gpu", {}), ("cuda", {}), ("rocm", {}), ("tpu", TPU_ASYNC)],
+    [("cpu", CPU_ORDER), ("gpu", {}), ("cuda", {}), ("rocm", {}), ("tpu", TPU_ASYNC)],
 )
 @pytest.mark.parametrize(
     "schedule",
