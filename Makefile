@@ -10,7 +10,7 @@ find_python = for p in $(or $(PYTHON),$(2) "$${PYENV_ROOT:-$$HOME/.pyenv}"/versi
 	"$$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, $(1)))' >/dev/null 2>&1 \
 	&& echo "$$p" && break; done
 
-.PHONY: help demo test test-slow test-newest test-aot test-device lint format coverage clean
+.PHONY: help demo test test-slow test-newest test-aot test-device bench-deps test-bench lint format coverage docs clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -55,6 +55,14 @@ test-device: $(if $(filter file,$(origin RUN)),$(VENV)/.has-test) ## the tests t
 	if [ "$$found" = cpu ]; then echo "SKIPPED test-device: JAX finds no accelerator"; \
 	else JAX_PLATFORMS= $(RUN) -m pytest -m device $(ARGS); fi
 
+# PyTorch is large, and only the benchmarks want it. On Linux its default wheel brings CUDA's libraries along; with
+# PIP_EXTRA_INDEX_URL set to PyTorch's index of CPU wheels, pip takes the one without.
+bench-deps: ## what the benchmarks beside PyTorch need, in .venv-bench
+	@$(MAKE) --no-print-directory .venv-bench/.has-test,bench VENV=.venv-bench
+
+test-bench: bench-deps ## the tests that need PyTorch: the same models and steps in both frameworks
+	.venv-bench/bin/python -m pytest -m torch tests/with_torch $(ARGS)
+
 lint: $(VENV)/.has-lint ## what .ci/run demands of style and types
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -66,6 +74,11 @@ format: $(VENV)/.has-lint ## let ruff repair what it can
 
 coverage: $(VENV)/.has-dev ## which lines the tests reach
 	$(RUN) -m pytest -n 2 --cov $(ARGS)
+
+# The folder docs is no target; every warning is an error, broken links and anchors among them.
+docs: $(VENV)/.has-docs ## the documentation as a site, in build/docs
+	$(RUN) -m sphinx -W --keep-going -n -q -d build/doctrees docs build/docs
+	@echo "build/docs/index.html"
 
 clean: ## remove everything that these targets made
 	rm -rf .venv .venv-newest .venv-aot .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov build dist

@@ -100,13 +100,37 @@ def check_trainable(plan: BucketPlan, params: Any, trainable: Any) -> None:
             )
 
 
-def check_state(state: Any) -> None:
-    """Raises TypeError unless ``state`` is a ``TrainState``."""
+def check_state(state: Any, replicas: int) -> None:
+    """Whether ``state`` is a ``TrainState`` of this many replicas.
+
+    Args:
+      state: what a step is given.
+      replicas: leading size of what each replica keeps for itself.
+
+    Raises:
+      TypeError: it is something else.
+      ValueError: it was made for another number of replicas. ``shard_map`` would give each device several of theirs,
+        and a step would go on with the first.
+    """
     if not isinstance(state, TrainState):
         raise TypeError(
             f"expected a TrainState, got {type(state).__name__}: make it with trainer.init(params), and pass the state "
             "that the last step returned."
         )
+    kept = (
+        ("unreduced", state.unreduced, "end the window with train_step before you save"),
+        ("hook_state", state.hook_state, "take the hook_state of trainer.init(params)"),
+        ("local_model_state", state.local_model_state, "take that of trainer.init(params, ...)"),
+    )
+    for name, tree, edit in kept:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            shape = np.shape(leaf)
+            if not shape or shape[0] != replicas:
+                raise ValueError(
+                    f"expected state.{name}, which each replica keeps for itself, to have {replicas} replicas as its "
+                    f"first axis, got shape {list(shape)} at {path_string(path)!r}: a state from another number of "
+                    f"replicas goes on without it. {edit[0].upper()}{edit[1:]}."
+                )
 
 
 def check_mesh(via: str, mesh: Mesh, axis_name: AxisName, replicas: int) -> None:

@@ -163,10 +163,18 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m fdp.launch`: returns the exit code."""
+def main(argv: Sequence[str] | None = None, *, prog: str = "python -m fdp.launch") -> int:
+    """What `python -m fdp.launch` and `fdp launch` run.
+
+    Args:
+      argv: the arguments behind the command; `sys.argv` if not given.
+      prog: the command, as it was called; for the usage.
+
+    Returns:
+      The exit code.
+    """
     parser = argparse.ArgumentParser(
-        prog="python -m fdp.launch",
+        prog=prog,
         description="Starts a script several times on this machine, as the processes of one run. "
         "The script calls fdp.launch.initialize() first. On a cluster use srun or mpirun.",
     )

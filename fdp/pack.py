@@ -44,8 +44,9 @@ class Packing(NamedTuple):
 def flat() -> Packing:
     """One buffer of shape ``[elements of the bucket]`` (torch DDP's layout, paper section 4.2).
 
-    Raises, when traced:
-      ValueError: another mesh axis is left to XLA's partitioner; one flat buffer would gather what is sharded over it.
+    Raises:
+      ValueError: when traced, where another mesh axis is left to XLA's partitioner: one flat buffer would gather what
+        is sharded over it.
     """
 
     def pack(bucket: Bucket, leaves: Sequence[jax.Array]) -> Buffers:

@@ -253,7 +253,7 @@ def data_parallel(
     unsynced_driver = driver(unsynced, donate=(2,))
 
     def arguments(state: TrainState, batch: Any) -> tuple[Any, Any, Any, Any]:
-        check_state(state)
+        check_state(state, count)
         check_batch(batch, share, num_microbatches, jax.process_count())
         if via == "pmap":
             batch = drivers.split_over_replicas(batch, share)

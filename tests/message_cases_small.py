@@ -9,7 +9,7 @@ from jax.sharding import Mesh, PartitionSpec
 from message_cases_plan import Case
 
 import fdp
-from fdp.checks import check_flags, check_init
+from fdp.checks import check_flags, check_init, check_state
 from fdp.data import epoch_indices
 from fdp.loss import canonical_loss
 
@@ -120,6 +120,21 @@ CASES = {
         lambda: fdp.consistent_model_state({"a": 1}),
         TypeError,
         ("expected a TrainState, got dict", "train_step returned"),
+    ),
+    "a step of a dict": Case(
+        lambda: check_state({"a": 1}, 8),
+        TypeError,
+        ("expected a TrainState, got dict", "the last step returned"),
+    ),
+    "held back by other replicas": Case(
+        lambda: check_state(ALONE._replace(unreduced={"w": jnp.ones((8, 3))}), 4),
+        ValueError,
+        (
+            "state.unreduced",
+            "to have 4 replicas",
+            "got shape [8, 3] at 'w'",
+            "with train_step before",
+        ),
     ),
     "a misspelt policy where nothing is local": Case(
         lambda: fdp.consistent_model_state(ALONE, "lokal"),

@@ -11,6 +11,7 @@ import jax
 import pytest
 from click.testing import CliRunner
 
+import fdp
 from fdp.cli import benches, doctor, installed
 from fdp.cli.app import program
 from fdp.options import CompilerOption
@@ -36,7 +37,7 @@ def test_all_is_well():
     assert found["ok"]
     assert (found["platform"], len(found["devices"]), found["processes"]) == ("cpu", 8, 1)
     assert found["versions"]["jax"] == jax.__version__
-    assert found["compiler_options"] == {}
+    assert found["compiler_options"] == fdp.suggested_compiler_options("cpu")
     assert found["unknown_compiler_options"] == []
     text = CliRunner().invoke(program, ["doctor"]).stdout
     assert text.endswith("What fdp needs works.\n")

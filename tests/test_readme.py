@@ -1,60 +1,22 @@
-"""Runs the README: every Python block in order, every file it shows, and looks up what it points to."""
+"""Runs the README: every Python block in order, every file it shows. What it points to: tests/test_docs.py."""
 
 import ast
-import importlib
-import importlib.util
 import os
 import re
 import socket
 import subprocess
 import sys
-from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import numpy as np
 import pytest
+from doc_blocks import ROOT, read_blocks, run_block
 
-ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-
-
-class Block(NamedTuple):
-    line: int
-    language: str
-    code: str
-
-    @property
-    def file(self) -> str | None:
-        """The name in a first line such as "# train.py": a program of its own."""
-        named = re.match(r"# (\w+\.py)\n", self.code)
-        return named.group(1) if named else None
-
-
-def read_blocks(text: str) -> list[Block]:
-    found: list[Block] = []
-    opened = None
-    for number, line in enumerate(text.splitlines(), start=1):
-        if opened is None and line.startswith("```"):
-            opened = (number, line[3:].strip(), [])
-        elif opened is not None and line.startswith("```"):
-            start, language, lines = opened
-            found.append(Block(start, language, "\n".join(lines) + "\n"))
-            opened = None
-        elif opened is not None:
-            opened[2].append(line)
-    assert opened is None, f"the block of line {opened[0]} is not closed" if opened else ""
-    return found
 
 
 TEXT = README.read_text("utf-8")
 BLOCKS = read_blocks(TEXT)
-
-
-def run_block(block: Block, namespace: dict) -> None:
-    # Empty lines in front: a traceback shows the README's own line numbers.
-    source = "\n" * block.line + block.code
-    exec(compile(source, str(README), "exec"), namespace)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +25,7 @@ def namespace():
     names: dict = {"__name__": "readme"}
     for block in BLOCKS:
         if block.language == "python" and block.file is None:
-            run_block(block, names)
+            run_block(block, names, README)
     return names
 
 
@@ -76,7 +38,7 @@ def test_every_block_is_of_a_kind_that_is_run():
 def test_the_first_training_learns(namespace):
     first = next(block for block in BLOCKS if block.language == "python")
     names: dict = {}
-    run_block(first, names)
+    run_block(first, names, README)
     assert int(names["state"].step) == 100
     untrained = np.mean(names["make_batch"](np.random.default_rng(1), 4096)["y"] ** 2)
     assert float(names["info"].loss) < 0.1 * untrained
@@ -93,7 +55,7 @@ def test_pmap_and_shard_map_give_the_gradients_of_one_device(namespace):
         run_again: dict = dict(namespace)
         for block in BLOCKS:
             if f"{name} = " in block.code and "reduce_gradients" in block.code:
-                run_block(block, run_again)
+                run_block(block, run_again, README)
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
             run_again[name],
@@ -164,29 +126,6 @@ def test_every_guarantee_names_a_test_that_exists():
             tree = ast.parse((ROOT / "tests" / file).read_text("utf-8"))
             defined = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
             assert function in defined, f"{file} has no {function}"
-
-
-def test_every_name_of_fdp_exists():
-    import fdp
-
-    for dotted in sorted(set(re.findall(r"\bfdp((?:\.[a-z_]+)+)\b(?!\.py)", TEXT))):
-        value = fdp
-        for part in dotted.strip(".").split("."):
-            module = ".".join([value.__name__, part]) if hasattr(value, "__path__") else ""
-            if not hasattr(value, part) and module and importlib.util.find_spec(module):
-                value = importlib.import_module(
-                    module
-                )  # a program, such as fdp.launch, is not imported by fdp
-                continue
-            assert hasattr(value, part), f"README names fdp{dotted}"
-            value = getattr(value, part)
-
-
-def test_every_link_leads_somewhere():
-    links = re.findall(r"\]\(([^)]+)\)", TEXT)
-    assert links
-    for link in links:
-        assert "://" in link or (ROOT / link).exists(), link
 
 
 def test_it_stays_short():

@@ -188,7 +188,7 @@ def inspect(
 @click.pass_context
 def launch_command(ctx: click.Context, arguments: tuple[str, ...]) -> None:
     """Starts a script as several processes of one run (python -m fdp.launch)."""
-    ctx.exit(launcher.main(list(arguments)))
+    ctx.exit(launcher.main(list(arguments), prog=ctx.command_path))
 
 
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "fails": "red"}

@@ -45,7 +45,7 @@ _EXTRAS = (
         "programs for GPUs that are not there (fdp inspect --target h100:8); 'jax[cuda13]' for GPUs that are",
         "'jax-cuda13-plugin=={jax}' 'jax-cuda13-pjrt=={jax}'",
     ),
-    _Extra("torch", ("torch",), "benchmarks beside PyTorch DDP", "torch"),
+    _Extra("torch", ("torch",), "benchmarks beside PyTorch DDP", "'fdp[bench]'"),
     _Extra("scikit-learn", ("sklearn",), "the demo, make demo", "'fdp[demo]'"),
 )
 

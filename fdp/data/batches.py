@@ -26,7 +26,7 @@ def global_batch(batch: Any, mesh: Mesh, axis_name: AxisName = "data") -> Any:
       axis_name: mesh axis, or tuple of axes.
 
     Returns:
-      The same tree of global ``jax.Array``s; ``jax.ShapeDtypeStruct`` leaves get the sharding.
+      The same tree of global arrays; ``jax.ShapeDtypeStruct`` leaves get the sharding.
     """
     sharding = NamedSharding(mesh, PartitionSpec(axis_name))
     shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch))

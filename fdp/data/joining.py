@@ -45,7 +45,7 @@ def join(
     Args:
       batches: this process's batches, pytrees of arrays ``[examples, ...]``.
       size: fill smaller batches (the last one) up to so many examples, see ``pad_batch``.
-      like: a batch of the shapes of the others, or their ``jax.ShapeDtypeStruct``s, for a process that may have no
+      like: a batch of the shapes of the others, or ``jax.ShapeDtypeStruct`` leaves, for a process that may have no
         batch at all. Where a process has had one, its last batch serves.
       lookahead: batches that are read ahead, and steps between two exchanges.
       timeout: seconds to wait for the other processes.
