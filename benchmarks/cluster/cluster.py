@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -186,7 +187,8 @@ class Cluster:
         """Runs one command per rank, all at once, and stops all when one fails.
 
         Each finds its number and the others in the variables of `fdp.launch` (so that
-        `fdp.launch.initialize()` works) and of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+        `fdp.launch.initialize()` works) and of torchrun (RANK, WORLD_SIZE, MASTER_ADDR,
+        MASTER_PORT), and in FDP_CLUSTER what the wires are, as JSON.
 
         Args:
           commands: the command of each rank. For a Python script that calls `initialize`, use
@@ -254,6 +256,21 @@ class Cluster:
             "MASTER_ADDR": master,
             "MASTER_PORT": str(second),
             "GLOO_SOCKET_IFNAME": self.interface,  # torch's; JAX's Gloo asks for the host's name
+            "FDP_CLUSTER": json.dumps(self._described()),
+        }
+
+    def _described(self) -> dict[str, object]:
+        """What results should say of the wires; `benchmarks.machine.wire` reads it."""
+        found = self.report
+        return {
+            "rate": self.rate,
+            "latency": self.latency,
+            "measured_rate": found and found.rate,
+            "measured_goodput": found and found.goodput,
+            "measured_latency": found and found.latency,
+            "interface": self.interface,
+            "pinned": self.cpus is not None,
+            "nice": self.nice,
         }
 
 
