@@ -155,8 +155,8 @@ def suggested_compiler_options(
     Where launches depend on each other no option is needed to keep them apart. Where they do not, XLA's joining is
     turned off; if their packing makes several buffers of one launch, it is limited to the size of the largest launch
     instead, and the number of all-reduces is XLA's choice. The GPU compiler overlaps by default (its latency hiding
-    scheduler and pipelining options changed no schedule of these programs), and the CPU runtime starts whatever has its
-    inputs.
+    scheduler and pipelining options changed no schedule of these programs). The CPU runtime starts whatever has its
+    inputs and its memory to itself; there, an option sees to the memory (``benchmarks/NOTES.md``).
 
     Args:
       platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``; ``"cuda"`` and ``"rocm"`` are GPUs.
