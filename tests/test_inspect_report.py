@@ -208,3 +208,15 @@ def test_stacked_leaves_of_a_loop():
     ]
     assert verdicts(plan, sent((72,), in_loop=True, runs=5))[0][0] == "not found"
     assert verdicts(plan, sent((72,), in_loop=True, runs=None))[0][0] == "in loop"
+
+
+def test_a_bucket_of_a_loops_leaves_and_others():
+    plan = plan_buckets(shapes((12, 8, 8), (12, 8), (40,), (9, 5)))
+    assert len(plan.buckets) == 1
+    slices, rest = sent((72,), in_loop=True, runs=11), sent((85,))
+    assert verdicts(plan, slices, sent((72,)), rest) == [("in parts", (0, 1, 2), ())]
+    assert verdicts(plan, sent((72,), in_loop=True, runs=12), rest) == [("in parts", (0, 1), ())]
+    assert verdicts(plan, rest, slices, sent((72,)))[0][0] == "in parts"
+    # The rest is missing, or the loop runs another number of times.
+    assert verdicts(plan, slices, sent((72,)))[0][0] == "not found"
+    assert verdicts(plan, sent((72,), in_loop=True, runs=7), rest)[0][0] == "not found"

@@ -18,7 +18,8 @@ class Match:
     Attributes:
       bucket: its index in the plan.
       verdict: ``"alone"`` (a reduction of its own), ``"in loop"`` (a reduction of its own in the iterations of a
-        loop), ``"merged"`` (one reduction with other buckets), ``"split"`` (several reductions), ``"not found"``.
+        loop), ``"in parts"`` (leaves that are stacked over a loop are reduced in it, the others elsewhere),
+        ``"merged"`` (one reduction with other buckets), ``"split"`` (several reductions), ``"not found"``.
       collectives: indices of the reductions that carry it.
       merged_with: the other buckets in them.
     """
@@ -88,10 +89,44 @@ class _Matching:
                 left -= Counter(sizes)
                 taken.append(i)
         if left or not taken:
-            return Match(index, "not found")
+            return self.in_parts(index)
         for i in taken:
             del self.free[i]
         return Match(index, "split", tuple(taken))
+
+    def in_parts(self, index: int) -> Match:
+        """Reductions in loops that carry slices of all leaves stacked over them, and others that carry the rest."""
+        left = [shape for shape in self.buckets[index].shapes if math.prod(shape)]
+        taken: list[int] = []
+        late: list[int] = []  # slices of a last iteration, behind their loop
+        for i, sizes in self.free.items():
+            runs = self.collectives[i].runs
+            for length in (runs, runs + 1) if self.collectives[i].in_loop and runs else ():
+                stacked = [shape for shape in left if shape and shape[0] == length > 1]
+                slices = [math.prod(shape[1:]) for shape in stacked]
+                if stacked and _fits(slices, sizes):
+                    left = [shape for shape in left if shape not in stacked]
+                    taken.append(i)
+                    late += self._behind_loops(slices, [*taken, *late])
+                    break
+        whole = [math.prod(shape) for shape in left]
+        # What looks like the slices of a last iteration may be the other leaves.
+        for used in ([*taken, *late], taken):
+            rest = self._behind_loops(whole, used) if whole else []
+            if taken and (rest or not whole):
+                for i in (*used, *rest):
+                    del self.free[i]
+                return Match(index, "in parts", tuple(sorted((*used, *rest))))
+        return Match(index, "not found")
+
+    def _behind_loops(self, leaves: list[int], used: list[int]) -> list[int]:
+        """The reduction in no loop that carries these leaves with the least left over; empty if there is none."""
+        fitting = [
+            (sum(sizes), i)
+            for i, sizes in self.free.items()
+            if i not in used and not self.collectives[i].in_loop and _fits(leaves, sizes)
+        ]
+        return [min(fitting)[1]] if fitting else []
 
     def _take(self, i: int, indices: list[int]) -> int:
         """Gives reduction ``i`` to the first of these buckets, or to the first few; returns to how many."""
