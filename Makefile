@@ -19,8 +19,10 @@ help: ## this list
 demo: $(VENV)/.has-demo ## train a small network on handwritten digits, data parallel
 	$(RUN) examples/digits.py $(ARGS)
 
+# Most of the time goes into compiling. Without LLVM's optimizations that takes two thirds, and the programs that XLA
+# hands to LLVM, which the tests read, are the same. test-slow and test-newest run what users run.
 test: $(VENV)/.has-test ## the tests, on eight fake CPU devices
-	$(RUN) -m pytest -n 2 $(ARGS)
+	XLA_FLAGS="$${XLA_FLAGS---xla_backend_optimization_level=0}" $(RUN) -m pytest -n 2 $(ARGS)
 
 test-slow: $(VENV)/.has-test ## the tests that take longer than a few seconds
 	@$(RUN) -m pytest -n 2 -m slow $(ARGS) || { [ $$? = 5 ] && echo "SKIPPED test-slow: no test is marked slow"; }
@@ -28,7 +30,7 @@ test-slow: $(VENV)/.has-test ## the tests that take longer than a few seconds
 # Python 3.11 stops at jax 0.10, so the newest jax needs an interpreter and an environment of its own.
 test-newest: ## the tests again on the newest supported jax (Python 3.12 or newer)
 	@py=$$($(call find_python,12,python3.13 python3.12 python3)); \
-	if [ -n "$$py" ]; then $(MAKE) --no-print-directory test VENV=.venv-newest PYTHON="$$py"; \
+	if [ -n "$$py" ]; then XLA_FLAGS="$$XLA_FLAGS" $(MAKE) --no-print-directory test VENV=.venv-newest PYTHON="$$py"; \
 	else echo "SKIPPED test-newest: no working Python 3.12 or newer was found"; fi
 
 # The compilers must be the release of the jax beside them. They exist for few platforms, and on others
@@ -61,7 +63,7 @@ bench-deps: ## what the benchmarks beside PyTorch need, in .venv-bench
 	@$(MAKE) --no-print-directory .venv-bench/.has-test,bench VENV=.venv-bench
 
 test-bench: bench-deps ## the tests that need PyTorch: the same models and steps in both frameworks
-	.venv-bench/bin/python -m pytest -m torch tests/with_torch $(ARGS)
+	.venv-bench/bin/python -m pytest -m torch tests/with_torch tests/test_docs_names.py $(ARGS)
 
 lint: $(VENV)/.has-lint ## what .ci/run demands of style and types
 	$(RUN) -m ruff check .
@@ -81,7 +83,7 @@ docs: $(VENV)/.has-docs ## the documentation as a site, in build/docs
 	@echo "build/docs/index.html"
 
 clean: ## remove everything that these targets made
-	rm -rf .venv .venv-newest .venv-aot .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov build dist
+	rm -rf .venv .venv-newest .venv-aot .venv-bench .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # 3.11 first: it gets the oldest jax that fdp supports, and `test-newest` covers the other end. --clear: a
