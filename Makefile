@@ -10,7 +10,7 @@ find_python = for p in $(or $(PYTHON),$(2) "$${PYENV_ROOT:-$$HOME/.pyenv}"/versi
 	"$$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, $(1)))' >/dev/null 2>&1 \
 	&& echo "$$p" && break; done
 
-.PHONY: help demo test test-slow test-newest test-aot test-device bench-deps test-bench lint format coverage docs clean
+.PHONY: help demo test test-slow test-newest test-aot test-device bench-deps test-bench lint format coverage docs notebooks clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -81,6 +81,10 @@ coverage: $(VENV)/.has-dev ## which lines the tests reach
 docs: $(VENV)/.has-docs ## the documentation as a site, in build/docs
 	$(RUN) -m sphinx -W --keep-going -n -q -d build/doctrees docs build/docs
 	@echo "build/docs/index.html"
+
+# Each .py beside a notebook is its source. CHECK=1 runs them without writing and fails where the two differ.
+notebooks: $(VENV)/.has-notebooks ## run the notebooks from scratch and store their outputs
+	$(RUN) notebooks/run.py $(if $(CHECK),--check) $(ARGS)
 
 clean: ## remove everything that these targets made
 	rm -rf .venv .venv-newest .venv-aot .venv-bench .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov build dist
