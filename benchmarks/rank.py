@@ -12,12 +12,16 @@ In a turn all ranks start together; a step has ended when this rank has its resu
 from the same weights on the same data: where losses or updates differ, the run says so, times nothing and fails.
 
 Each framework's computing alone is timed too (torch:none; fdp:none, or jax:none without fdp) unless --no-alone.
-Rank 0 prints a table and writes --out after every round, `"complete": false` until the last:
+--ready also says when each gradient is there (`benchmarks.ready`), --every what it is worth to reduce only once in so
+many iterations (a step is then that many; `no_sync` in torch, `no_sync_step` in fdp), and --emulate-compute lets layers
+sleep (`benchmarks.emulate`). Rank 0 prints a table and writes --out after every round,
+`"complete": false` until the last:
 
     {"model", "batch", "ranks", "gradient_bytes", "wire_s", "rounds", "steps", "warm_up", "learning_rate",
      "machine": see benchmarks.machine, "check": see benchmarks.timing.check,
      "alone_s": {"torch": seconds, "jax": seconds},       # medians of computing alone
-     "ways": {name: {"framework", "communicates", and what benchmarks.timing.summary returns}}}
+     "ways": {name: {"framework", "communicates", "iterations": of a step, and what timing.summary returns}},
+     "emulated": times or null, and with --ready what benchmarks.ready.measure returns}
 
 `wire_s` is how long the gradients take at the wire's rate: every rank sends 2 (ranks - 1) / ranks of their bytes.
 """
@@ -29,14 +33,14 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import AxisType
 
-from benchmarks import machine, timing, ways
+from benchmarks import emulate, machine, ready, timing, ways
 from benchmarks.cluster.shape import WIRE_BYTES_PER_PAYLOAD
 from benchmarks.pairs import PAIRS, Pair, make_pair
 from benchmarks.timing import Timed
@@ -74,6 +78,18 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--learning-rate", type=float, help="of plain SGD (the model's own)")
     add("--no-alone", action="store_true", help="do not add the ways that compute alone")
+    add(
+        "--ready", type=int, default=0, metavar="STEPS", help="watch gradients in so many steps (0)"
+    )
+    add(
+        "--every",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="also N iterations of which the last reduces, for ways that can: 2 4 8",
+    )
+    add("--emulate-compute", type=Path, metavar="FILE", help="from python -m benchmarks.emulate")
     add("--out", type=Path, help="rank 0 writes the result here")
     return made
 
@@ -154,8 +170,21 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def run(args: argparse.Namespace, setting: Setting, built: dict[str, Way]) -> dict[str, Any]:
+def run(
+    args: argparse.Namespace,
+    setting: Setting,
+    built: dict[str, Way],
+    beside: Mapping[str, tuple[Way, int]] | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Checks and times; every rank returns the same result.
+
+    Args:
+      args: of the command line.
+      setting: what the ways were built for.
+      built: checked and timed, by name.
+      beside: only timed: see `timing.windows`.
+      more: goes into the result.
 
     Raises:
       DifferentPrograms: the ways do not compute the same; nothing was timed.
@@ -163,6 +192,10 @@ def run(args: argparse.Namespace, setting: Setting, built: dict[str, Way]) -> di
     """
     pair = setting.pair
     share = pair.batch(args.batch, 1 + jax.process_index())
+    iterations = dict.fromkeys(built, 1) | {
+        name: count for name, (_, count) in (beside or {}).items()
+    }
+    checked, built = built, built | {name: way for name, (way, _) in (beside or {}).items()}
     batch = {name: way.place(share) for name, way in built.items()}
     weights = pair.init()
     gradient_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(weights[0]))
@@ -178,7 +211,8 @@ def run(args: argparse.Namespace, setting: Setting, built: dict[str, Way]) -> di
         **{key: getattr(args, key) for key in ("rounds", "steps", "warm_up")},
         "learning_rate": setting.learning_rate,
         "machine": described,
-        "check": timing.check(built, setting, batch),
+        "check": timing.check(checked, setting, batch),
+        **(more or {}),
     }
     turns: dict[str, list[list[Timed]]] = {name: [] for name in built}
     for number in range(args.rounds):
@@ -196,6 +230,7 @@ def run(args: argparse.Namespace, setting: Setting, built: dict[str, Way]) -> di
             name: {
                 "framework": way.framework,
                 "communicates": way.communicates,
+                "iterations": iterations[name],
                 **timing.summary(turns[name]),
             }
             for name, way in built.items()
@@ -213,12 +248,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = parser()
     args = made.parse_args(argv)
     try:
-        for name, least in (("batch", 1), ("rounds", 1), ("steps", 1), ("warm_up", 0)):
+        for name, least in (
+            ("batch", 1),
+            ("rounds", 1),
+            ("steps", 1),
+            ("warm_up", 0),
+            ("ready", 0),
+        ):
             if getattr(args, name) < least:
                 flag = "--" + name.replace("_", "-")
                 raise ValueError(f"expected {flag} of at least {least}, got {getattr(args, name)}")
+        if any(count < 1 for count in args.every):
+            raise ValueError(f"expected --every of at least 1, got {min(args.every)}")
         pair, specs = make_pair(args.model), asked_ways(args.ways, not args.no_alone)
+        emulated = (
+            None if args.emulate_compute is None else emulate.read_times(args.emulate_compute)
+        )
         initialize()
+        if emulated is not None:
+            pair = emulate.asleep(pair, emulated)
         setting = make_setting(pair, args.learning_rate)
         built = {spec.text: ways.build(spec, setting) for spec in specs}
     except (ValueError, ways.MissingTorch) as error:
@@ -227,8 +275,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     with_torch = any(way.framework == "torch" for way in built.values())
     if with_torch:
         connect_torch()
+    if with_torch and emulated is not None:
+        emulate.one_thread()
     try:
-        result = run(args, setting, built)
+        more: dict[str, Any] = {"emulated": emulated}
+        if args.ready:
+            share = pair.batch(args.batch, 1 + jax.process_index())
+            frameworks = {way.framework for way in built.values()}
+            more |= ready.measure(setting, share, frameworks, args.warm_up, args.ready)
+        result = run(args, setting, built, timing.windows(built, args.every), more)
     except (timing.DifferentPrograms, FloatingPointError) as error:
         print(f"{made.prog}: {error}", file=sys.stderr)
         return 3

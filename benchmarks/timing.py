@@ -133,6 +133,37 @@ def time_way(way: Way, weights: Any, batch: Any, warm_up: int, steps: int) -> Ti
     return Timed(seconds, None if after is None else after - before, value)
 
 
+def every(way: Way, count: int) -> Way:
+    """A way whose step is ``count`` iterations on the same batch, of which the last one reduces and updates for all.
+
+    Raises:
+      ValueError: the way cannot put off reducing.
+    """
+    no_sync_step = way.no_sync_step
+    if no_sync_step is None or count < 1:
+        raise ValueError(
+            f"expected a way that can put off reducing, and a count of at least 1, got {way.name!r} and {count}"
+        )
+
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        for _ in range(count - 1):
+            state, _loss = no_sync_step(state, batch)
+        return way.step(state, batch)
+
+    return way._replace(name=f"{way.name} every={count}", step=step, no_sync_step=None)
+
+
+def windows(ways: Mapping[str, Way], counts: Sequence[int]) -> dict[str, tuple[Way, int]]:
+    """`every` way that can put off reducing, by name, and how many iterations its step is: counts above 1."""
+    return {
+        f"{name} every={count}": (every(way, count), count)
+        for name, way in ways.items()
+        if way.no_sync_step is not None and way.communicates
+        for count in counts
+        if count > 1
+    }
+
+
 def summary(turns: Sequence[Sequence[Timed]]) -> dict[str, Any]:
     """Statistics of one way.
 

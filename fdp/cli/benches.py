@@ -12,7 +12,7 @@ from fdp.cli.terminal import MISSING, USAGE, Stop
 
 
 def run_benchmark(name: str, arguments: Sequence[str]) -> int:
-    """Runs ``python -m benchmarks.NAME`` and returns its exit code, 128 + number after a signal.
+    """Runs ``python -m benchmarks.NAME`` or ``benchmarks.figures.NAME``; returns its code, 128 + number after a signal.
 
     Raises:
       Stop: there is no benchmarks folder, or no such benchmark in it.
@@ -24,11 +24,11 @@ def run_benchmark(name: str, arguments: Sequence[str]) -> int:
             "fdp's repository and run fdp bench in the clone.",
             MISSING,
         )
-    names = sorted(_names(root / "benchmarks"))
-    if name not in names:
-        raise Stop(f"expected one of {', '.join(names)}, got {name!r}.", USAGE)
+    programs = _programs(root / "benchmarks")
+    if name not in programs:
+        raise Stop(f"expected one of {', '.join(sorted(programs))}, got {name!r}.", USAGE)
     path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
+    command = [sys.executable, "-m", programs[name], *arguments]
     code = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=False).returncode
     return code if code >= 0 else 128 - code
 
@@ -40,11 +40,13 @@ def _root() -> Path | None:
     return None
 
 
-def _names(folder: Path) -> list[str]:
-    """Modules, and packages, that can be run."""
-    modules = [path.stem for path in folder.glob("*.py") if _is_program(path)]
-    packages = [path.parent.name for path in folder.glob("*/__main__.py")]
-    return modules + packages
+def _programs(folder: Path) -> dict[str, str]:
+    """Modules, those of the figures too, and packages that can be run: what people call them, and Python."""
+    packages = {path.parent.name for path in folder.glob("*/__main__.py")}
+    modules = {path.stem for path in folder.glob("*.py") if _is_program(path)}
+    figures = {path.stem for path in (folder / "figures").glob("*.py") if _is_program(path)}
+    found = {name: f"benchmarks.figures.{name}" for name in figures}
+    return found | {name: f"benchmarks.{name}" for name in packages | modules}
 
 
 def _is_program(path: Path) -> bool:

@@ -1,0 +1,1 @@
+"""What figures run on every rank, where that is not `benchmarks.rank`."""

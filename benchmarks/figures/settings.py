@@ -1,0 +1,122 @@
+"""Models, batches and rates that the figures use; quick ones are for trying whether everything runs.
+
+Wire time of two ranks is 8 x 1.046 x bytes / rate: 1.05 s for the 50 MB of the MLP at 400 Mbit/s, as long as its
+backward pass on one core; mlp-deep computes and sends as much, in 96 gradients instead of 24. ResNet-50 (102 MB) is the
+one model that the frameworks compute at different speeds on a CPU: XLA's convolutions take several times as long as
+oneDNN's. 16 images of 64 pixels make its 2.1 s on the wire at 400 Mbit/s about JAX's backward pass, and longer than
+torch's; `--batch` and `--rate` choose others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.figures.runs import RATE, FigureError, timed
+
+
+class Setting(NamedTuple):
+    """One model on one kind of wire.
+
+    Attributes:
+      model: as `benchmarks.pairs` names it.
+      batch: examples a rank.
+      rate: of every wire.
+      rounds: turns of every way.
+      steps: timed in a turn.
+      warm_up: steps before them.
+    """
+
+    model: str
+    batch: int
+    rate: str
+    rounds: int
+    steps: int
+    warm_up: int = 2
+
+
+FULL = {
+    "mlp": Setting("mlp", 1024, RATE, 6, 3),
+    "mlp-unequal": Setting("mlp-unequal", 1280, RATE, 6, 3),
+    "mlp-deep": Setting("mlp:widths=512x49", 1024, RATE, 5, 2),
+    "resnet50": Setting("resnet50:pixels=64", 16, RATE, 3, 2),
+}
+QUICK = {
+    "mlp": Setting("mlp:widths=256x7", 256, RATE, 2, 2),
+    "mlp-unequal": Setting("mlp-unequal:widths=64-512-256-384-128-512-10", 256, RATE, 2, 2),
+    "mlp-deep": Setting("mlp:widths=128x13", 256, RATE, 2, 2),
+    "resnet50": Setting("resnet50:pixels=64,classes=10", 4, "1gbit", 2, 1),
+}
+
+
+def names(args: argparse.Namespace, default: tuple[str, ...]) -> tuple[str, ...]:
+    """The models asked for; quickly only the first, as XLA compiles ResNet-50 for a while."""
+    if args.model is not None:
+        return (args.model,)
+    return default[:1] if args.quick else default
+
+
+def label(model: str) -> str:
+    """What files are called after: the model without options."""
+    return model.partition(":")[0]
+
+
+def chosen(model: str, args: argparse.Namespace) -> Setting:
+    """The setting of a model, with what the command line says otherwise: its options, rate, rounds, batch.
+
+    Raises:
+      FigureError: a model that has none.
+    """
+    known = QUICK if args.quick else FULL
+    name = label(model)
+    if name not in known:
+        raise FigureError(
+            f"expected --model of {', '.join(known)}, options after a colon, got {model!r}", 2
+        )
+    found = known[name]
+    if ":" in model:
+        found = found._replace(model=model)
+    if args.rate is not None:
+        found = found._replace(rate=args.rate)
+    if args.rounds is not None:
+        found = found._replace(rounds=args.rounds)
+    if getattr(args, "batch", None) is not None:
+        found = found._replace(batch=args.batch)
+    return found
+
+
+def time_ways(
+    setting: Setting,
+    ways: Sequence[str],
+    keep: Callable[[dict[str, Any]], None],
+    *,
+    ranks: int = 2,
+    more: Sequence[str] = ("--ready", "5"),
+) -> dict[str, Any]:
+    """Times ways and when gradients are ready, in one run of `benchmarks.rank`; keeps the rounds of one that fails.
+
+    Raises:
+      FigureError: see `benchmarks.figures.runs.on_cluster`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rank.json"
+        try:
+            return timed(
+                setting.model,
+                ways,
+                ranks=ranks,
+                rate=setting.rate,
+                batch=setting.batch,
+                rounds=setting.rounds,
+                steps=setting.steps,
+                out=out,
+                more=["--warm-up", str(setting.warm_up), *more],
+            )
+        except (FigureError, KeyboardInterrupt, SystemExit):  # the last two: stopped by a signal
+            if out.exists():
+                keep(json.loads(out.read_text("utf-8")))
+            raise

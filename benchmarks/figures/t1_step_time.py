@@ -1,0 +1,131 @@
+"""Step time of every way to train: PyTorch DDP by bucket cap, plain JAX, fdp by cap and window, on the same wires.
+
+    python -m benchmarks.figures.t1_step_time --quick
+    python -m benchmarks.figures.t1_step_time --model mlp
+
+Without --model all of mlp, mlp-unequal and resnet50, a file each: t1_step_time_mlp.json, ... Way by way, medians with
+quartiles, the share of the communication that is hidden, and how far the step is from `benchmarks.figures.limits`. Two
+pairs of ways are the same configuration under two names; how far those are apart is how far this run can see.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks.figures import compare, drawing, limits, runs, settings
+
+NAME = "t1_step_time"
+TORCH = [f"torch:cap={cap},view=on" for cap in (1, 5, 10, 25, 50)]
+PLAIN = ["jax:pmean", "jax:pmean,combiner=off", "jax:pmap", "jax:auto"]
+OURS = [f"fdp:ordered,cap={cap},window={window}" for cap in (4, 10, 25) for window in (1, 2)]
+# The same twice: what differs between these two is noise.
+TWICE = {
+    "torch:cap=25,view=on": "torch:ddp,cap=25,view=on",
+    "fdp:ordered,cap=4,window=1": "fdp:cap=4,window=1",
+}
+WAYS = [*TORCH, *PLAIN, *OURS, "fdp:serialized,cap=4", "jax:none", *TWICE.values()]
+# XLA compiles a step of ResNet-50 for most of a minute, and runs it for several seconds.
+LEFT_OUT = {"resnet50": {*PLAIN[1:3], OURS[1], OURS[5]}}
+QUICK_WAYS = [
+    TORCH[1],
+    TORCH[3],
+    "jax:pmean",
+    OURS[0],
+    OURS[1],
+    "fdp:serialized,cap=4",
+    *TWICE.values(),
+]
+
+
+def measure(args: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Times one model, ``args.model``; see `benchmarks.rank` for the result, `summarize` for what is added."""
+    setting = settings.chosen(args.model, args)
+    left_out = LEFT_OUT.get(settings.label(args.model), set())
+    ways = QUICK_WAYS if args.quick else [way for way in WAYS if way not in left_out]
+    return summarize(settings.time_ways(setting, ways, lambda found: keep(summarize(found))))
+
+
+def summarize(result: dict[str, Any]) -> dict[str, Any]:
+    """Adds the limits, and ``"compared"``: what this run shows, in seconds and sentences."""
+    limits.add_to(result)
+    ways = result["ways"]
+    speaking = {name: way for name, way in ways.items() if way["communicates"]}
+    torch = [name for name in speaking if drawing.who(name) == "torch"]
+    ours = [n for n in speaking if drawing.who(n) == "fdp" and "serialized" not in n]
+    compared: dict[str, Any] = {
+        "same_twice": {
+            f"{a} and {b}": round(abs(ways[a]["median_s"] / ways[b]["median_s"] - 1), 4)
+            for a, b in TWICE.items()
+            if a in ways and b in ways
+        }
+    }
+    if torch and ours:
+        theirs, mine = compare.best(ways, torch)[0], compare.best(ways, ours)[0]
+        faster = compare.faster(ways[mine], ways[theirs])
+        apart = max(compared["same_twice"].values(), default=0.0)
+        if abs(ways[mine]["median_s"] / ways[theirs]["median_s"] - 1) <= apart:
+            faster = None  # the same configuration differs by as much
+        compared |= {
+            "torch": theirs,
+            "fdp": mine,
+            "fdp_over_torch": round(ways[mine]["median_s"] / ways[theirs]["median_s"], 4),
+            "fdp_faster": faster,
+        }
+        serialized = "fdp:serialized,cap=4"
+        if serialized in ways:
+            compared["serialized_removed"] = round(
+                1 - ways[mine]["median_s"] / ways[serialized]["median_s"], 4
+            )
+    result["compared"] = compared
+    return result
+
+
+def draw(result: dict[str, Any]) -> Any:
+    """A bar a way, from the framework's own fastest down; computing alone among them, and the limits as lines."""
+    ways = result["ways"]
+    names = [n for who in drawing.BARS for n in ways if drawing.who(n) == who]
+    figure, axes = drawing.new(9.5, 1.8 + 0.27 * len(names))
+    for who, style in drawing.BARS.items():
+        mine = [n for n in names if drawing.who(n) == who]
+        if mine:
+            axes.barh(
+                [names.index(n) for n in mine],
+                [ways[n]["median_s"] for n in mine],
+                xerr=drawing.whiskers(ways, mine),
+                capsize=2,
+                **style,
+            )
+    for i, name in enumerate(names):
+        way = ways[name]
+        hidden = way.get("hidden")
+        said = f" {way['median_s']:.3f} s"
+        if hidden is not None:
+            said += f", {hidden:.0%} hidden" if hidden > 0 else ", nothing hidden"
+        axes.text(way["q3_s"], i, said, va="center", fontsize=7)
+    drawing.limit_lines(axes, result["limits"], vertical=True)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.22 * max(way["q3_s"] for way in ways.values()))
+    axes.set_xlabel("seconds a step (median, whiskers: quartiles)")
+    axes.set_title("Step time by way to train\n" + drawing.about(result), fontsize=10)
+    drawing.legend(figure, axes)
+    return figure
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    made = runs.parser(NAME, __doc__ or "")
+    made.add_argument("--batch", type=int, help="examples a rank")
+    args = made.parse_args(argv)
+    for model in settings.names(args, ("mlp", "mlp-unequal", "resnet50")):
+        args.model = model
+        if code := runs.figure_main(f"{NAME}_{settings.label(model)}", args, measure, draw):
+            return code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
