@@ -34,13 +34,13 @@ nitpicky = True
 # References in signatures that no page here describes. Without a network there is no inventory of theirs to link to.
 nitpick_ignore_regex = [
     # JAX's, optax's, NumPy's, matplotlib's and Python's own types.
-    (r"py:.*", r"(jax|jaxlib|optax|numpy|np|matplotlib|collections|typing)\..*"),
+    (r"py:.*", r"(jax|jaxlib|optax|numpy|np|matplotlib|collections|typing|pathlib)\..*"),
     (
         r"py:.*",
         r"(Mesh|NamedSharding|Figure|NDArray|Any|Callable|Iterable|Iterator|Mapping|Sequence)",
     ),
     # fdp's own names for types: any tree, a mesh axis, buffers, a hook's state, and what other modules pass around.
-    (r"py:.*", r"(fdp\.\w+\.)?(Tree|AxisName|Buffers|HookState|ReducedGrad|StepConfig)"),
+    (r"py:.*", r"(fdp\.\w+\.)?(Tree|AxisName|Buffers|HookState|ReducedGrad|StepConfig|Series)"),
     (r"py:.*", r"fdp\.inspect\.(cost\.Cost|hlo\.Module)"),
 ]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from benchmarks import machine, overlap_cpu, rank, timing, ways
+from benchmarks import machine, rank, timing, ways
 from benchmarks.pairs import convert, make_pair
 from benchmarks.timing import Timed
 from benchmarks.ways import Setting
@@ -168,16 +168,3 @@ def test_a_run_writes_after_every_round(tmp_path, monkeypatch):
     monkeypatch.setattr(timing, "check", lambda *_: {})
     with pytest.raises(FloatingPointError, match="finite loss"):
         rank.run(args, setting, {"jax:none": spoiled})
-
-
-def test_the_first_measurements_are_a_run_of_rank(monkeypatch):
-    given = []
-    monkeypatch.setattr(rank, "main", lambda argv: given.extend(argv) or 0)
-    assert overlap_cpu.main(["--bucket-mb", "4", "--layers", "784,8x2"]) == 0
-    args = rank.parser().parse_args(given)
-    assert make_pair(args.model).name == "mlp:widths=784-8-8"
-    assert [spec.text for spec in rank.asked_ways(args.ways, not args.no_alone)] == [
-        *("jax:none", "jax:pmean", "jax:pmean,combiner=off", "fdp:serialized,cap=4"),
-        *("fdp:ordered,cap=4", "fdp:ordered,cap=4,window=2"),
-    ]
-    assert (args.rounds, args.steps, args.batch) == (4, 2, 1024)

@@ -119,13 +119,13 @@ def test_figures_come_from_the_code_and_from_committed_results():
     assert f"where fdp has {ours['gpt']}." in said
     assert f"({flag['gpt scanned']}, fdp {ours['gpt scanned']})" in said
     assert f"ResNet-50 ({flag['resnet50']}, fdp {ours['resnet50']})" in said
-    wire = {}
-    for kind in ("equal", "unequal"):
-        ways = json.loads((results / f"overlap_cpu_{kind}.json").read_text("utf-8"))["ways"]
+    for model in ("mlp", "mlp-unequal"):
+        ways = json.loads((results / f"t1_step_time_{model}.json").read_text("utf-8"))["ways"]
         seconds = {way: found["median_s"] for way, found in ways.items()}
-        for way in ("ordered", "ordered, window 2", "pmean, combiner off"):
-            wire[kind, way] = f"{1 - seconds[way] / seconds['pmean']:.0%}".replace("%", " %")
-    for kind in ("equal", "unequal"):
-        assert wire[kind, "ordered"] in said
-        assert f"({wire[kind, 'ordered, window 2']}" in said
-    assert f"switched off gained {wire['unequal', 'pmean, combiner off']}" in said
+        ours = min(s for way, s in seconds.items() if way.startswith("fdp:ordered"))
+        gained = {
+            way: f"{1 - ours / seconds[way]:.0%}".replace("%", " %")
+            for way in ("jax:pmean", "fdp:serialized,cap=4")
+        }
+        assert f"{gained['jax:pmean']} over one `pmean`" in said
+        assert f"{gained['fdp:serialized,cap=4']} over the same buckets" in said

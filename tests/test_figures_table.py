@@ -1,12 +1,14 @@
 """benchmarks.figures.table and report: pages from results, and docs/benchmarks.md as it is committed."""
 
 import json
+from pathlib import Path
 
 import pytest
 from figure_results import result
 
 from benchmarks.figures import fig07_bucket_cap, report, t1_step_time, table
 
+ROOT = Path(__file__).parent.parent
 PAGE = "before\n<!-- results: {} -->\nold\n<!-- results: end -->\nafter\n"
 TIMES = {
     "torch:cap=5,view=on": 4.4,
@@ -29,8 +31,9 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_the_committed_page_is_what_the_results_say(capsys):
-    assert table.main(["--check"]) == 0, capsys.readouterr().err
+@pytest.mark.parametrize("page", ["docs/benchmarks.md", "README.md"])
+def test_the_committed_page_is_what_the_results_say(page, capsys):
+    assert table.main([str(ROOT / page), "--check"]) == 0, capsys.readouterr().err
 
 
 def test_a_stale_page_is_found_and_rewritten(folder, capsys):

@@ -13,7 +13,7 @@ from test_repo_hygiene import MACHINE_PATH
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 SOURCES = sorted(FOLDER.glob("[0-9][0-9]_*.py"))
-LARGEST = 150_000  # bytes
+LARGEST = 300_000  # bytes; 05 holds all measured pictures
 
 spec = importlib.util.spec_from_file_location("notebooks_run", FOLDER / "run.py")
 run = importlib.util.module_from_spec(spec)
