@@ -55,10 +55,17 @@ def shard_map_driver(
         # With one replica nothing is reduced, so nothing could tell JAX that a result is replicated.
         check_vma=replica_count(mesh, axis_name) > 1,
     )
-    jitted = jax.jit(
-        mapped, donate_argnums=donate, compiler_options=dict(compiler_options or {}) or None
-    )
-    return Driver(jitted, jitted.lower)
+    inner = jax.jit(mapped, donate_argnums=donate)
+    if not compiler_options:
+        return Driver(inner, inner.lower)
+    jitted = jax.jit(mapped, donate_argnums=donate, compiler_options=dict(compiler_options))
+
+    def run(*args: Any) -> Any:
+        # Inside somebody's jit or scan the options are theirs to give: JAX takes them at the top only.
+        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
+        return (inner if traced else jitted)(*args)
+
+    return Driver(run, jitted.lower)
 
 
 def pmap_driver(

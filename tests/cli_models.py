@@ -112,4 +112,7 @@ def enter(folder, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
     monkeypatch.setattr(os, "environ", os.environ.copy())
+    # Of another test, in another folder.
+    for name in ("model", "a_model"):
+        sys.modules.pop(name, None)
     return folder

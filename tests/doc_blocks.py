@@ -95,15 +95,16 @@ def write_files(blocks: list[Block], folder: Path) -> None:
 
 @contextlib.contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    before = set(sys.modules)
+    here = {path.stem for path in folder.glob("*.py")}
     sys.path.insert(0, str(folder))
+    for name in here:  # of another page or test
+        sys.modules.pop(name, None)
     try:
         yield
     finally:
         sys.path.remove(str(folder))
-        here = {path.stem for path in folder.glob("*.py")}
-        for name in (set(sys.modules) - before) & here:
-            del sys.modules[name]
+        for name in here:
+            sys.modules.pop(name, None)
 
 
 def anchors(text: str) -> set[str]:

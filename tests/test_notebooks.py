@@ -98,12 +98,12 @@ class TestStored:
 
 
 def test_a_missing_package_is_one_line_that_names_the_extra(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "jupytext", None)
+    monkeypatch.setitem(sys.modules, "ipykernel", None)
     assert run.main([]) == run.MISSING
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.splitlines() == [
-        "expected jupytext, to run notebooks: pip install 'fdp[notebooks]'"
+        "expected ipykernel, to run notebooks: pip install 'fdp[notebooks]'"
     ]
 
 

@@ -6,6 +6,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -196,3 +197,18 @@ def test_a_value_that_the_compiler_refuses_is_left_to_it():
 def test_options_are_a_mapping(wrong):
     with pytest.raises(TypeError, match="expected compiler options as a mapping from XLA's names"):
         usable_options(wrong)
+
+
+def test_a_step_inside_jit_and_scan_leaves_the_options_to_them():
+    """JAX takes compiler options at the top only; on CPU a trainer has one."""
+    assert suggested_compiler_options("cpu")
+    batches = np.random.default_rng(0).normal(size=(3, 16, 4)).astype(np.float32)
+    trainer = fdp.data_parallel(lambda w, x: jnp.mean((x @ w - 1) ** 2), optax.sgd(0.1))
+    state = trainer.init(np.ones((4, 1), np.float32))
+    scanned, info = jax.jit(lambda s, xs: jax.lax.scan(trainer.train_step, s, xs))(state, batches)
+    losses = []
+    for batch in batches:
+        state, one = trainer.train_step(state, batch)
+        losses.append(one.loss)
+    np.testing.assert_allclose(info.loss, losses, rtol=1e-6)
+    np.testing.assert_allclose(scanned.params, state.params, rtol=1e-6)
