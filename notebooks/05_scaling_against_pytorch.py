@@ -29,6 +29,7 @@ import tempfile
 from pathlib import Path
 
 import jax
+from IPython.display import display
 from matplotlib.figure import Figure
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -58,7 +59,7 @@ def pictures(name):
     if not found:
         print(f"no result of {name} is committed: python -m benchmarks.figures.{name} makes one")
     for result in found.values():
-        display(drawn.draw(result))  # noqa: F821 (IPython's)
+        display(drawn.draw(result))
 
 
 # %% [markdown]
@@ -91,7 +92,7 @@ axes.set_xlabel("bucket cap, MB")
 axes.set_ylabel("step / best step")
 axes.set_title("The paper: 32 GPUs, Gloo", fontsize=10)
 axes.legend()
-display(figure)  # noqa: F821
+display(figure)
 
 # %%
 pictures("fig07_bucket_cap")
@@ -118,7 +119,7 @@ axes.set_xlabel("GPUs")
 axes.set_ylabel("iteration / one GPU's")
 axes.set_title("The paper: weak scaling", fontsize=10)
 axes.legend()
-display(figure)  # noqa: F821
+display(figure)
 
 # %%
 pictures("fig09_scaling")
