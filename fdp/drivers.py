@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+from jax import core
 from jax.sharding import Mesh, PartitionSpec
 
 from fdp.compat import AxisName, axis_names
@@ -62,7 +63,7 @@ def shard_map_driver(
 
     def run(*args: Any) -> Any:
         # Inside somebody's jit or scan the options are theirs to give: JAX takes them at the top only.
-        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
+        traced = any(isinstance(x, core.Tracer) for x in jax.tree.leaves(args))
         return (inner if traced else jitted)(*args)
 
     return Driver(run, jitted.lower)
