@@ -53,10 +53,10 @@ def run(function: Callable[..., Any], args: Sequence[Any], hold: Hold) -> Any:
 
 def _communicates(eqn: Any) -> bool:
     """Whether an equation is a collective, or has one in what it calls."""
-    named = [eqn.params.get(key, ()) for key in ("axes", "axis_name")]
-    axes = [axis for entry in named for axis in (entry if isinstance(entry, tuple) else (entry,))]
-    # jnp.sum has axes too, but they are numbers.
-    if any(isinstance(axis, str) for axis in axes):
+    axes = eqn.params.get("axes", ())
+    # jnp.sum has axes too, but they are numbers; a mesh axis may be named by anything.
+    by_name = [x for x in (axes if isinstance(axes, tuple) else ()) if not isinstance(x, int)]
+    if by_name or eqn.params.get("axis_name") is not None:
         return jaxprs.primitive_name(eqn) not in _LOCAL
     inside = jax.tree.leaves(
         list(eqn.params.values()), is_leaf=lambda x: hasattr(getattr(x, "jaxpr", x), "eqns")

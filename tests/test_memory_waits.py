@@ -84,3 +84,21 @@ def test_held_in_front_of_the_hook_instead_matmuls_wait(monkeypatch):
     monkeypatch.setattr(held, "run", run)
     matmuls, _ = crossing_waits(lower(WIDTHS["unequal"]))
     assert len(matmuls) > 1
+
+
+@pytest.mark.parametrize("name", ["data", ("data",), frozenset({"data"})], ids=repr)
+def test_a_collective_is_held_whatever_its_axis_is_called(name):
+    seen = []
+
+    def hold(read):
+        seen.append(len(read))
+        return read
+
+    def reduce(x):
+        return jax.lax.psum(
+            x.sum() + jax.lax.axis_index("data" if name == ("data",) else name), name
+        )
+
+    axis = "data" if name == ("data",) else name
+    jax.vmap(lambda x: held.run(reduce, (x,), hold), axis_name=axis)(jnp.ones((2, 3)))
+    assert seen == [1]
