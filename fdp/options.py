@@ -25,6 +25,7 @@ from fdp.plan import DEFAULT_BUCKET_BYTES, BucketPlan, plan_buckets
 from fdp.schedules import Launch, Schedule
 
 PLATFORMS = ("cpu", "gpu", "tpu")
+_CPU_BUCKET_BYTES = 8 * 2**20
 # Stands for any plan where only the dependencies between launches matter.
 _THREE_BUCKETS = plan_buckets([jax.ShapeDtypeStruct((1,), np.float32)] * 3, bucket_bytes=1)
 
@@ -203,7 +204,8 @@ def suggested_bucket_bytes(platform: str) -> int:
     """A bucket cap for ``plan_buckets`` that suits the platform, in bytes.
 
     On TPU 1 MiB: larger kernels each have a bucket of their own, which is reduced where it lies, and asynchronously;
-    several large leaves in one bucket are not (see ``fdp.pack``). Elsewhere torch's 25 MiB.
+    several large leaves in one bucket are not (see ``fdp.pack``). On CPU 8 MiB, the best of ten caps between two
+    processes with Gloo (``benchmarks/results/fig07_bucket_cap_mlp-deep.json``). On GPU torch's 25 MiB.
 
     Args:
       platform: as for ``suggested_compiler_options``.
@@ -211,7 +213,8 @@ def suggested_bucket_bytes(platform: str) -> int:
     Raises:
       ValueError: the platform is unknown.
     """
-    return packings.FLAT_ON_TPU_BYTES if _platform(platform) == "tpu" else DEFAULT_BUCKET_BYTES
+    known = {"tpu": packings.FLAT_ON_TPU_BYTES, "cpu": _CPU_BUCKET_BYTES}
+    return known.get(_platform(platform), DEFAULT_BUCKET_BYTES)
 
 
 def usable_options(options: Mapping[str, Any], device: Any = None) -> dict[str, Any]:

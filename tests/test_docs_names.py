@@ -125,7 +125,7 @@ def test_figures_come_from_the_code_and_from_committed_results():
         ours = min(s for way, s in seconds.items() if way.startswith("fdp:ordered"))
         gained = {
             way: f"{1 - ours / seconds[way]:.0%}".replace("%", " %")
-            for way in ("jax:pmean", "fdp:serialized,cap=4")
+            for way in ("jax:pmean", "fdp:serialized,cap=5")
         }
         assert f"{gained['jax:pmean']} over one `pmean`" in said
-        assert f"{gained['fdp:serialized,cap=4']} over the same buckets" in said
+        assert f"{gained['fdp:serialized,cap=5']} over the same buckets" in said

@@ -30,8 +30,8 @@ TIMES = {
     "torch:ddp,cap=25,view=on": 4.623,
     "torch:none": 3.0,
     "jax:pmean": 9.0,
-    "fdp:ordered,cap=4,window=1": 7.2,
-    "fdp:serialized,cap=4": 8.0,
+    "fdp:ordered,cap=5,window=1": 7.2,
+    "fdp:serialized,cap=5": 8.0,
     "fdp:none": 6.0,
 }
 
@@ -55,7 +55,7 @@ def test_step_times_have_a_bar_a_way_and_both_limits():
 def test_step_times_are_compared():
     compared = t1_step_time.summarize(result(TIMES))["compared"]
     assert compared["torch"] == "torch:cap=5,view=on"
-    assert compared["fdp"] == "fdp:ordered,cap=4,window=1"
+    assert compared["fdp"] == "fdp:ordered,cap=5,window=1"
     assert compared["fdp_over_torch"] == pytest.approx(7.2 / 4.4, abs=1e-4)
     assert compared["fdp_faster"] is False
     assert compared["serialized_removed"] == pytest.approx(0.1)
@@ -65,11 +65,11 @@ def test_step_times_are_compared():
 
 
 def test_an_effect_as_small_as_the_noise_is_not_reported():
-    near = {"fdp:ordered,cap=4,window=1": 4.38, "fdp:none": 3.0}
+    near = {"fdp:ordered,cap=5,window=1": 4.38, "fdp:none": 3.0}
     compared = t1_step_time.summarize(result(TIMES | near))["compared"]
     assert compared["fdp_over_torch"] < 1
     assert compared["fdp_faster"] is None  # 0.45 % apart, as the same way twice is 0.5 %
-    far = {"fdp:ordered,cap=4,window=1": 4.3, "fdp:none": 3.0}
+    far = {"fdp:ordered,cap=5,window=1": 4.3, "fdp:none": 3.0}
     assert t1_step_time.summarize(result(TIMES | far))["compared"]["fdp_faster"] is True
 
 

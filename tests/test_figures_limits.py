@@ -94,7 +94,7 @@ def test_limits_of_a_result():
 def test_ready_times_are_scaled_to_the_step_that_nobody_watches():
     made = figure_results.result({"torch:cap=1": 4.4})
     made["ready_alone_s"]["torch"] = {"unwatched": 3.0, "watched": 6.0}
-    made["ready"]["torch"] = [[4.0, 200], [6.0, 200]]
+    made["ready"] = {"torch": [[4.0, 200], [6.0, 200]]}
     assert limits.from_rank(made)["torch"]["step_boundary_s"] == 4.0
 
 
@@ -104,6 +104,15 @@ def test_a_trainer_that_computes_slowly_gets_no_easier_limit():
     assert found["compute_s"] == 5.0
     # Ready after 4/6 and 6/6 of the step: 3.33 and 5 s, and a second on the wire after the last.
     assert found["step_boundary_s"] == pytest.approx(6.0)
+
+
+def test_a_framework_that_has_its_gradients_late_gets_no_easier_limit():
+    made = figure_results.result({"torch:cap=1": 4.4, "fdp": 7.5})
+    made["ready"]["jax"] = [[5.9, 200], [6.0, 200]]  # both at the end, as XLA may have them
+    found = limits.from_rank(made)
+    # As in torch, the first half after 4 of 6 s; its own times would have allowed 7.9 s.
+    assert found["jax"]["step_boundary_s"] == pytest.approx(7.0)
+    assert found["torch"]["step_boundary_s"] == pytest.approx(4.0)
 
 
 @pytest.mark.parametrize("missing", ["ready", "wire_s"])

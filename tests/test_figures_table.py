@@ -76,6 +76,17 @@ def test_what_was_not_separated_is_said():
     assert said == "- fdp: 1 MiB is best, not separated from 2 MiB.\n"
 
 
+def test_runs_that_disagree_about_who_is_ahead_are_said_to():
+    ahead, behind = result({"torch": 4.0, "fdp": 3.6}), result({"torch": 4.0, "fdp": 4.2})
+    [said] = report.across({"t1_step_time_a": ahead, "fig12_windows_a": behind}).split("\n")[1:-1]
+    assert said.startswith("2 runs of ")
+    assert said.endswith(", -10.0 to +5.0 %, so they do not say who is ahead.")
+    assert report.across({"t1_step_time_a": ahead, "fig06_a": ahead}).endswith(
+        "-10.0 to -10.0 %.\n"
+    )
+    assert report.across({"t1_step_time_a": ahead, "fig10_no_sync": behind}) == ""
+
+
 def test_without_results_a_page_says_so(tmp_path):
     assert report.short({}) == report.NOTHING
     assert report.full(table.load(tmp_path)) == report.NOTHING

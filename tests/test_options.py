@@ -106,7 +106,8 @@ def test_an_unknown_platform_is_named(function):
 
 def test_bucket_caps():
     assert suggested_bucket_bytes("tpu") == MIB
-    assert suggested_bucket_bytes("cpu") == suggested_bucket_bytes("cuda") == 25 * MIB
+    assert suggested_bucket_bytes("cpu") == 8 * MIB
+    assert suggested_bucket_bytes("gpu") == suggested_bucket_bytes("cuda") == 25 * MIB
 
 
 def test_every_row_says_why_and_was_checked():

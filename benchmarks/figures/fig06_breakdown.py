@@ -23,7 +23,7 @@ from benchmarks.figures import compare, drawing, limits, runs, settings
 
 NAME = "fig06_breakdown"
 PARTS = ("forward", "backward", "exposed", "optimizer")
-CAPS = ("1", "4", "10", "25")
+CAPS = ("1", "5", "10", "25")
 QUICK_CAPS = ("0.5",)
 
 
@@ -144,14 +144,7 @@ def draw(result: dict[str, Any]) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    made = runs.parser(NAME, __doc__ or "")
-    made.add_argument("--batch", type=int, help="examples a rank")
-    args = made.parse_args(argv)
-    for model in settings.names(args, ("mlp", "resnet50")):
-        args.model = model
-        if code := runs.figure_main(f"{NAME}_{settings.label(model)}", args, measure, draw):
-            return code
-    return 0
+    return settings.main_of_each(NAME, __doc__ or "", ("mlp", "resnet50"), measure, draw, argv)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.figures import compare, drawing, limits, runs, settings
+from benchmarks.figures import compare, drawing, limits, settings
 
 NAME = "fig07_bucket_cap"
 # In MiB, as ways write them.
@@ -94,14 +94,7 @@ def draw(result: dict[str, Any]) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    made = runs.parser(NAME, __doc__ or "")
-    made.add_argument("--batch", type=int, help="examples a rank")
-    args = made.parse_args(argv)
-    for model in settings.names(args, ("mlp-deep", "resnet50")):
-        args.model = model
-        if code := runs.figure_main(f"{NAME}_{settings.label(model)}", args, measure, draw):
-            return code
-    return 0
+    return settings.main_of_each(NAME, __doc__ or "", ("mlp-deep", "resnet50"), measure, draw, argv)
 
 
 if __name__ == "__main__":

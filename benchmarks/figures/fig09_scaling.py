@@ -28,7 +28,7 @@ from fdp.launch import available_cores
 
 NAME = "fig09_scaling"
 RANKS = (1, 2, 4, 8)
-WAYS = ("torch:cap=4,view=on", "fdp:ordered,cap=4")
+WAYS = ("torch:cap=5,view=on", "fdp:ordered,cap=5")
 QUICK_WAYS = ("torch:cap=0.25,view=on", "fdp:ordered,cap=0.25")
 
 

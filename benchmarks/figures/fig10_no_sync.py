@@ -19,7 +19,7 @@ from benchmarks.figures import drawing, runs, settings
 
 NAME = "fig10_no_sync"
 EVERY = (1, 2, 4, 8)
-WAYS = ("torch:cap=4,view=on", "fdp:ordered,cap=4")
+WAYS = ("torch:cap=5,view=on", "fdp:ordered,cap=5")
 QUICK_WAYS = ("torch:cap=0.25,view=on", "fdp:ordered,cap=0.25")
 
 

@@ -7,6 +7,10 @@ wire takes w(b) seconds for b bytes, which it sends in any order and in pieces o
 byte arrives at max over k of r_k + w(b_k + b_k+1 + ...), because what is ready at r_k or later cannot have been sent
 before; and whatever follows the last gradient, c - r_last, which is mostly the optimizer, follows the last byte.
 
+When a gradient is ready is not a law but what one program did: XLA, left alone, puts off most of the gradients of a deep
+network until its backward pass is over, and fdp's schedule has them earlier. So each framework is held to the better
+of what both measured, as shares of a step that computes alone; else a step could beat its "limit".
+
 `overall`, max(c, w(all)): also for schedules that let the wire run on into the next step's forward pass.
 
 The wire is that of a ring all-reduce at line rate, free of latency, of the time that its copies take from the cores,
@@ -67,8 +71,8 @@ def from_rank(result: dict[str, Any]) -> dict[str, Any]:
     """The limits of a result of `benchmarks.rank`, by framework.
 
     Computing alone is the fastest of the framework's ways that do, so that a trainer that computes slowly does not get
-    a limit that is easier to reach. Watching gradients slows a step down a little; ready times are scaled to the step
-    that nobody watches.
+    a limit that is easier to reach. Ready times count as shares of the watched step they were seen in, of the framework
+    that gives the lower limit.
 
     Returns:
       ``{"torch" or "jax": {"compute_s", "wire_s", "step_boundary_s", "overall_s"}}``. Without a rate all but
@@ -86,11 +90,13 @@ def from_rank(result: dict[str, Any]) -> dict[str, Any]:
             and way.get("iterations", 1) == 1
         ]
         compute = min([alone, *silent])
-        ready = times.get(framework)
         bound = None
-        if ready and wire:
-            slower = watched[framework]["watched"] / compute if framework in watched else 1.0
-            bound = step_boundary([(s / slower, b) for s, b in ready], compute, wire / nbytes)
+        if times.get(framework) and wire:
+            bound = min(
+                _bound(ready, watched[who]["watched"], compute, wire / nbytes)
+                for who, ready in times.items()
+                if ready
+            )
         overall = None if wire is None else max(compute, wire)
         found[framework] = {
             "compute_s": compute,
@@ -99,6 +105,13 @@ def from_rank(result: dict[str, Any]) -> dict[str, Any]:
             "overall_s": overall,
         }
     return found
+
+
+def _bound(
+    ready: Sequence[tuple[float, float]], watched: float, compute: float, seconds_per_byte: float
+) -> float:
+    """`step_boundary` of a step of ``compute`` seconds whose gradients come as in one of ``watched`` seconds."""
+    return step_boundary([(s * compute / watched, b) for s, b in ready], compute, seconds_per_byte)
 
 
 def add_to(result: dict[str, Any]) -> dict[str, Any]:

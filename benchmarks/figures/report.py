@@ -93,7 +93,29 @@ def short(results: Results) -> str:
         "limit, torch",
         "limit, JAX",
     )
-    return table(head, rows)
+    return table(head, rows) + across(results)
+
+
+def across(results: Results) -> str:
+    """What several runs of one model say of fdp's best step beside DDP's best: a sentence a model, or nothing."""
+    runs: dict[str, list[float]] = {}
+    for name, result in results.items():
+        if name.startswith(("t1_", "fig06_", "fig07_", "fig12_")):
+            torch, ours = best_of(result, "torch"), best_of(result, "fdp")
+            if torch is not None and ours is not None:
+                ratio = ours[1]["median_s"] / torch[1]["median_s"]
+                runs.setdefault(model_of(result), []).append(100 * (ratio - 1))
+    said = ""
+    for model, percents in runs.items():
+        if len(percents) < 2:
+            continue
+        agree = min(percents) > 0 or max(percents) < 0
+        said += (
+            f"\n{len(percents)} runs of {model}: fdp's best step beside DDP's best, "
+            f"{min(percents):+.1f} to {max(percents):+.1f} %"
+            f"{'' if agree else ', so they do not say who is ahead'}.\n"
+        )
+    return said
 
 
 def steps(result: Mapping[str, Any]) -> str:

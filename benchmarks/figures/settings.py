@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.figures.runs import RATE, FigureError, timed
+from benchmarks.figures.runs import RATE, FigureError, figure_main, parser, timed
 
 
 class Setting(NamedTuple):
@@ -58,6 +58,33 @@ def names(args: argparse.Namespace, default: tuple[str, ...]) -> tuple[str, ...]
     if args.model is not None:
         return (args.model,)
     return default[:1] if args.quick else default
+
+
+def main_of_each(
+    name: str,
+    doc: str,
+    models: tuple[str, ...],
+    measure: Callable[[argparse.Namespace, Callable[[dict[str, Any]], None]], dict[str, Any]],
+    draw: Callable[[dict[str, Any]], Any],
+    argv: Sequence[str] | None,
+) -> int:
+    """The command of a figure that has a file a model, ``name_mlp.json``; returns the first exit code that is not 0.
+
+    Args:
+      name: of the figure.
+      doc: of its module, for --help.
+      models: without --model.
+      measure, draw: see `benchmarks.figures.runs.figure_main`.
+      argv: the command line.
+    """
+    made = parser(name, doc)
+    made.add_argument("--batch", type=int, help="examples a rank")
+    args = made.parse_args(argv)
+    for model in names(args, models):
+        args.model = model
+        if code := figure_main(f"{name}_{label(model)}", args, measure, draw):
+            return code
+    return 0
 
 
 def label(model: str) -> str:

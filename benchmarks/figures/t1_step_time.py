@@ -15,18 +15,18 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.figures import compare, drawing, limits, runs, settings
+from benchmarks.figures import compare, drawing, limits, settings
 
 NAME = "t1_step_time"
 TORCH = [f"torch:cap={cap},view=on" for cap in (1, 5, 10, 25, 50)]
 PLAIN = ["jax:pmean", "jax:pmean,combiner=off", "jax:pmap", "jax:auto"]
-OURS = [f"fdp:ordered,cap={cap},window={window}" for cap in (4, 10, 25) for window in (1, 2)]
+OURS = [f"fdp:ordered,cap={cap},window={window}" for cap in (5, 10, 25) for window in (1, 2)]
 # The same twice: what differs between these two is noise.
 TWICE = {
     "torch:cap=25,view=on": "torch:ddp,cap=25,view=on",
-    "fdp:ordered,cap=4,window=1": "fdp:cap=4,window=1",
+    "fdp:ordered,cap=5,window=1": "fdp:cap=5,window=1",
 }
-WAYS = [*TORCH, *PLAIN, *OURS, "fdp:serialized,cap=4", "jax:none", *TWICE.values()]
+WAYS = [*TORCH, *PLAIN, *OURS, "fdp:serialized,cap=5", "jax:none", *TWICE.values()]
 # XLA compiles a step of ResNet-50 for most of a minute, and runs it for several seconds.
 LEFT_OUT = {"resnet50": {*PLAIN[1:3], OURS[1], OURS[5]}}
 QUICK_WAYS = [
@@ -35,7 +35,7 @@ QUICK_WAYS = [
     "jax:pmean",
     OURS[0],
     OURS[1],
-    "fdp:serialized,cap=4",
+    "fdp:serialized,cap=5",
     *TWICE.values(),
 ]
 
@@ -74,7 +74,7 @@ def summarize(result: dict[str, Any]) -> dict[str, Any]:
             "fdp_over_torch": round(ways[mine]["median_s"] / ways[theirs]["median_s"], 4),
             "fdp_faster": faster,
         }
-        serialized = "fdp:serialized,cap=4"
+        serialized = "fdp:serialized,cap=5"
         if serialized in ways:
             compared["serialized_removed"] = round(
                 1 - ways[mine]["median_s"] / ways[serialized]["median_s"], 4
@@ -117,14 +117,9 @@ def draw(result: dict[str, Any]) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    made = runs.parser(NAME, __doc__ or "")
-    made.add_argument("--batch", type=int, help="examples a rank")
-    args = made.parse_args(argv)
-    for model in settings.names(args, ("mlp", "mlp-unequal", "resnet50")):
-        args.model = model
-        if code := runs.figure_main(f"{NAME}_{settings.label(model)}", args, measure, draw):
-            return code
-    return 0
+    return settings.main_of_each(
+        NAME, __doc__ or "", ("mlp", "mlp-unequal", "resnet50"), measure, draw, argv
+    )
 
 
 if __name__ == "__main__":
