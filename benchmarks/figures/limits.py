@@ -7,9 +7,9 @@ wire takes w(b) seconds for b bytes, which it sends in any order and in pieces o
 byte arrives at max over k of r_k + w(b_k + b_k+1 + ...), because what is ready at r_k or later cannot have been sent
 before; and whatever follows the last gradient, c - r_last, which is mostly the optimizer, follows the last byte.
 
-When a gradient is ready is not a law but what one program did: XLA, left alone, puts off most of the gradients of a deep
-network until its backward pass is over, and fdp's schedule has them earlier. So each framework is held to the better
-of what both measured, as shares of a step that computes alone; else a step could beat its "limit".
+When a gradient is ready is not a law but what one program did: XLA, left alone, puts off most of the gradients of a
+deep network until its backward pass is over, and fdp's schedule has them earlier. So each framework is held to the
+better of what both measured, as shares of a step that computes alone; else a step could beat its "limit".
 
 `overall`, max(c, w(all)): also for schedules that let the wire run on into the next step's forward pass.
 
