@@ -143,7 +143,7 @@ def test_windows_have_a_group_a_cap():
     times = (8.0, 7.0, 7.5, 4.5, 7.5, 7.501, 7.502, 4.2)
     made = fig12_windows.summarize(result(dict(zip(names, times, strict=True))), groups)
     assert made["windows"]["1"]["said"] == "window 3 takes 12.5% off"
-    assert made["windows"]["10"]["said"] == "no window gains"
+    assert made["windows"]["10"]["said"] == "no gain seen"
     figure = fig12_windows.draw(made)
     assert [bar.get_height() for bar in figure.axes[0].patches] == list(times)
     assert "window 3 takes 12.5% off" in texts(figure)

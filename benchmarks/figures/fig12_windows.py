@@ -51,7 +51,7 @@ def summarize(result: dict[str, Any], groups: dict[str, list[str]]) -> dict[str,
         best, alike = compare.best(ways, ours)
         gain = 1 - ways[best]["median_s"] / ways[ours[0]]["median_s"]
         if ours[0] in (best, *alike):
-            said = "no window gains"
+            said = "no gain seen"
         else:
             said = f"window {best.rpartition('=')[2]} takes {gain:.1%} off"
         found[cap] = {
