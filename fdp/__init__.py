@@ -11,7 +11,7 @@ from fdp.grad import value_and_grad
 from fdp.log import log_data
 from fdp.model_state import consistent_model_state
 from fdp.options import suggested_bucket_bytes, suggested_compiler_options, usable_options
-from fdp.order import gradient_ready_order, unused_leaves
+from fdp.order import gradient_ready_order, unhidden_leaves, unused_leaves
 from fdp.plan import Bucket, BucketPlan, plan_buckets
 from fdp.reduce import bucketed, reduce_gradients
 from fdp.state import StepInfo, TrainState
@@ -47,6 +47,7 @@ __all__ = [
     "schedules",
     "suggested_bucket_bytes",
     "suggested_compiler_options",
+    "unhidden_leaves",
     "unused_leaves",
     "usable_options",
     "value_and_grad",

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fdp import compat
-from fdp.plan import path_string
+from fdp.leaves import path_string
 
 CarryGradFn = Callable[[Any, Any, Any, Any], tuple[tuple[Any, Any, Any], Any]]
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from fdp import compat, dependency, intercept, jaxprs, schedules, wire
 from fdp.intercept import Interception
-from fdp.order import read_gradients
+from fdp.order import Births, read_births
 from fdp.plan import BucketPlan, plan_buckets, without
 from fdp.schedules import Launch
 from fdp.wire import HookStates, Sent, Wire
@@ -59,7 +59,7 @@ def compute(
     the_wire: Wire,
     local_fn: Callable[..., tuple[Any, Any]],
     args: Sequence[Any],
-    plan_for: Callable[[tuple[int, ...]], BucketPlan],
+    plan_for: Callable[[Births], BucketPlan],
     states: HookStates | None,
     *,
     in_loops: bool,
@@ -70,7 +70,7 @@ def compute(
       the_wire: how gradients cross.
       local_fn: ``(*args) -> (outputs, grads)``; ``grads`` is a list, the gradients of the planned leaves by leaf index.
       args: its arguments, varying over the axis where JAX tracks that.
-      plan_for: given the order in which gradients are ready, as positions among the planned leaves, the plan.
+      plan_for: given what the trace says of the gradients, as positions among the planned leaves, the plan.
       states: hook states, one per launch of the plan; None for a hook without state. With them everything in the plan
         is launched, gradients that are zero by the program too: the states were made before there was a program.
       in_loops: whether to look for loops.
@@ -81,10 +81,10 @@ def compute(
     closed, shapes = jax.make_jaxpr(local_fn, return_shape=True)(*args)
     out_tree = jax.tree.structure(shapes[0])
     positions = range(out_tree.num_leaves, len(closed.out_avals))
-    order, zero = read_gradients(closed, positions)
-    plan = plan_for(order)
+    births = read_births(closed, positions)
+    plan = plan_for(births)
     planned = [i for i, spec in enumerate(plan.leaves) if spec.planned]
-    unused = {planned[i] for i in zero} if states is None else set[int]()
+    unused = {planned[i] for i in births.zero} if states is None else set[int]()
     plan = without(plan, unused)
     _check_covered(plan, planned, unused)
     leaf_at = {p: leaf for p, leaf in zip(positions, planned, strict=True) if leaf not in unused}
@@ -132,7 +132,7 @@ def compute_unreduced(
     closed, shapes = jax.make_jaxpr(local_fn, return_shape=True)(*args)
     out_tree = jax.tree.structure(shapes[0])
     positions = range(out_tree.num_leaves, len(closed.out_avals))
-    zero = set(read_gradients(closed, positions)[1])
+    zero = set(read_births(closed, positions).zero)
     values = jaxprs.run_body(jaxprs.body_of(closed), jax.tree.leaves(args))
     gradients = [None if i in zero else values[p] for i, p in enumerate(positions)]
     return jax.tree.unflatten(out_tree, values[: out_tree.num_leaves]), gradients

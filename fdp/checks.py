@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 
 from fdp.accumulate import check_num_microbatches
 from fdp.compat import AxisName
-from fdp.plan import BucketPlan, path_string, plan_buckets
+from fdp.leaves import path_string
+from fdp.plan import BucketPlan, plan_buckets
 from fdp.state import TrainState
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from fdp import compat
-from fdp.plan import path_string
+from fdp.leaves import path_string
 
 DEFAULT_TIMEOUT = 300.0  # seconds, as jax.distributed.initialize waits
 _COMPLETE, _GIVEN_UP = "complete", "given up"

@@ -13,6 +13,7 @@ from fdp.compat import AxisName
 from fdp.hooks import CommHook
 from fdp.loss import check_scalar_loss
 from fdp.match import flatten_like_plan
+from fdp.order import Births
 from fdp.pack import Packing
 from fdp.plan import (
     DEFAULT_BUCKET_BYTES,
@@ -32,13 +33,13 @@ class ReducedGrad:
     Attributes:
       local: ``(params, *args, **keywords) -> (value, grads)`` without reduction.
       wire: how gradients cross the axis.
-      plan_for: ``(params, order) -> BucketPlan``.
+      plan_for: ``(params, births) -> BucketPlan``.
       in_loops: whether to look into loops.
     """
 
     local: Callable[..., Any]
     wire: Wire
-    plan_for: Callable[[Any, Any], BucketPlan]
+    plan_for: Callable[[Any, Births | None], BucketPlan]
     in_loops: bool
 
     def __call__(self, params: Any, *args: Any, **keywords: Any) -> Any:
@@ -58,7 +59,7 @@ class ReducedGrad:
             self.wire,
             local_fn,
             (compat.varying(params, self.wire.axis_name), args, keywords),
-            lambda order: self.plan_for(params, [planned[i] for i in order]),
+            lambda births: self.plan_for(params, births.at(planned)),
             None,
             in_loops=self.in_loops,
         )
@@ -136,7 +137,7 @@ def value_and_grad(
             )
         return check_scalar_loss(out[0], "(loss, aux)"), out[1]
 
-    def plan_for(params: Any, order: Any) -> BucketPlan:
+    def plan_for(params: Any, births: Births | None) -> BucketPlan:
         if plan is not None:
             flatten_like_plan(plan, params, "params")
             return plan
@@ -144,7 +145,8 @@ def value_and_grad(
             params,
             bucket_bytes=bucket_bytes,
             first_bucket_bytes=first_bucket_bytes,
-            order="reverse" if order is None else order,
+            order="reverse" if births is None else births.order,
+            unhidden=() if births is None else births.unhidden,
         )
 
     local = jax.value_and_grad(checked_loss, has_aux=has_aux)

@@ -124,6 +124,17 @@ def branches_of(eqn: Any) -> tuple[Body, ...]:
     return tuple(body_of(branch) for branch in eqn.params["branches"])
 
 
+def bodies_of(eqn: Any) -> tuple[Any, ...]:
+    """Every open jaxpr in the parameters of an equation: of calls, loops, branches, kernels."""
+    held = [
+        part
+        for value in eqn.params.values()
+        for part in (value if isinstance(value, (list, tuple)) else [value])
+    ]
+    plain = [getattr(part, "jaxpr", part) for part in held]
+    return tuple(part for part in plain if hasattr(part, "eqns"))
+
+
 def is_dropped(var: Any) -> bool:
     """Whether nobody reads this output of an equation."""
     return isinstance(var, DropVar)

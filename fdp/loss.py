@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from fdp import compat
-from fdp.plan import path_string
+from fdp.leaves import path_string
 
 _ALSO_RETURNS = "pass has_aux=True (or has_model_state=True) if it returns more than the loss"
 

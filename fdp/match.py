@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fdp.plan import BucketPlan, LeafSpec, path_string
+from fdp.leaves import LeafSpec, path_string
+from fdp.plan import BucketPlan
 
 
 def flatten_like_plan(plan: BucketPlan, tree: Any, what: str = "gradients") -> list[Any]:

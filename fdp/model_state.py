@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from fdp import scalars
-from fdp.plan import path_string
+from fdp.leaves import path_string
 from fdp.state import TrainState
 
 POLICIES = ("mean", "max", "first", "local")

@@ -25,33 +25,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fdp import jaxprs
 from fdp.loss import check_scalar_loss
-
-# Equations that move or rescale values at memory speed and that XLA fuses into their neighbours.
-_CHEAP = frozenset(
-    "add add_any and abs broadcast_in_dim clamp concatenate conj convert_element_type copy copy_p cos div eq exp "
-    "expand_dims ge gt imag integer_pow iota is_finite le log log1p logistic lt max min mul name ne neg not "
-    "one_minus_square optimization_barrier or pad pcast pow pvary real reduce_precision reshape reshard rev rsqrt "
-    "select_n sharding_constraint sign sin slice sqrt square squeeze stop_gradient sub tanh transpose xor".split()
-)
-# Zero in, zero out: for these one zero input is enough, ...
-_ANNIHILATED = frozenset({"mul", "dot_general", "conv_general_dilated"})
-# ... for these the first input decides (a divisor or a broadcast shape does not), ...
-_LINEAR = frozenset(
-    "broadcast_in_dim conj convert_element_type copy copy_p cumsum div dynamic_slice expand_dims gather imag name neg "
-    "pcast psum psum_invariant pvary real reduce_precision reduce_sum reshape reshard rev sharding_constraint slice "
-    "squeeze transpose".split()
-)
-# ... and for these all inputs must be zero.
-_SUMS = frozenset({"add", "add_any", "concatenate", "pad", "sub"})
+from fdp.readiness import Value, read_outputs
 
 
-class _Value(NamedTuple):
-    """What is known of a value: when it is ready, and whether it is zero whatever the inputs are."""
+class Births(NamedTuple):
+    """What a traced gradient says about its leaves, by position among them.
 
-    time: int
-    zero: bool
+    Attributes:
+      order: the one whose gradient is ready first in front.
+      zero: those whose gradient is zero by the program.
+      unhidden: those whose gradient is ready no earlier than the last matmul of the backward.
+    """
+
+    order: tuple[int, ...]
+    zero: tuple[int, ...]
+    unhidden: tuple[int, ...]
+
+    def at(self, leaves: Sequence[int], others: Sequence[int] = ()) -> Births:
+        """The same by leaf index, where position ``i`` is ``leaves[i]``; ``others`` come last in the order."""
+        order, zero, unhidden = (tuple(leaves[i] for i in positions) for positions in self)
+        return Births((*order, *others), zero, unhidden)
 
 
 def gradient_ready_order(
@@ -88,8 +82,7 @@ def gradient_ready_order(
 
     Source: paper section 6 (gradient order prediction), torch ``Reducer::rebuild_buckets``.
     """
-    times = [value.time for value in _trace(loss_fn, params, args, kwargs, has_aux, axis_sizes)]
-    return _by_time(times)
+    return _births(_trace(loss_fn, params, args, kwargs, has_aux, axis_sizes)).order
 
 
 def unused_leaves(
@@ -106,8 +99,24 @@ def unused_leaves(
     never "no gradient": momentum and weight decay still move them, and reducing them sends zeros. Arguments, errors
     and source as for ``gradient_ready_order``; torch finds these at run time (``find_unused_parameters``).
     """
-    values = _trace(loss_fn, params, args, kwargs, has_aux, axis_sizes)
-    return tuple(index for index, value in enumerate(values) if value.zero)
+    return _births(_trace(loss_fn, params, args, kwargs, has_aux, axis_sizes)).zero
+
+
+def unhidden_leaves(
+    loss_fn: Callable[..., Any],
+    params: Any,
+    *args: Any,
+    has_aux: bool = False,
+    axis_sizes: Mapping[Any, int] | None = None,
+    **kwargs: Any,
+) -> tuple[int, ...]:
+    """Indices of the leaves of ``params`` whose reduction no matmul of the backward can hide.
+
+    Their gradients are ready no earlier than the last matmul, convolution or loop with one in it: the first layer's
+    kernel, an embedding. ``plan_buckets(..., unhidden=...)`` keeps other gradients from waiting for them. Arguments
+    and errors as for ``gradient_ready_order``. Torch has nothing like it: its last bucket is what the cap leaves.
+    """
+    return _births(_trace(loss_fn, params, args, kwargs, has_aux, axis_sizes)).unhidden
 
 
 def ready_order(closed_jaxpr: Any, grad_outputs: Sequence[int]) -> tuple[int, ...]:
@@ -120,21 +129,22 @@ def ready_order(closed_jaxpr: Any, grad_outputs: Sequence[int]) -> tuple[int, ..
     Returns:
       A permutation of ``range(len(grad_outputs))``.
     """
-    return read_gradients(closed_jaxpr, grad_outputs)[0]
+    return read_births(closed_jaxpr, grad_outputs).order
 
 
-def read_gradients(
-    closed_jaxpr: Any, grad_outputs: Sequence[int]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """``ready_order``, and which of the leaves have a gradient that is zero by the program."""
-    values = _outputs(closed_jaxpr)
-    gradients = [values[position] for position in grad_outputs]
-    zero = tuple(index for index, value in enumerate(gradients) if value.zero)
-    return _by_time([value.time for value in gradients]), zero
+def read_births(closed_jaxpr: Any, grad_outputs: Sequence[int]) -> Births:
+    """All that a gradient that is traced already says; arguments as for ``ready_order``."""
+    values = read_outputs(closed_jaxpr)
+    return _births([values[position] for position in grad_outputs])
 
 
-def _by_time(times: Sequence[int]) -> tuple[int, ...]:
-    return tuple(sorted(range(len(times)), key=lambda index: (times[index], -index)))
+def _births(values: Sequence[Value]) -> Births:
+    last = max((value.matmul for value in values), default=0)
+    return Births(
+        tuple(sorted(range(len(values)), key=lambda index: (values[index].time, -index))),
+        tuple(index for index, value in enumerate(values) if value.zero),
+        tuple(index for index, value in enumerate(values) if 0 < last <= value.time),
+    )
 
 
 def _trace(
@@ -144,7 +154,7 @@ def _trace(
     kwargs: dict[str, Any],
     has_aux: bool,
     axis_sizes: Mapping[Any, int] | None,
-) -> list[_Value]:
+) -> list[Value]:
     """What is known of each leaf's gradient. Leaves that cannot have one count as zero."""
     count = len(jax.tree.leaves(params))
     if not count:
@@ -182,8 +192,8 @@ def _trace(
             "expected to know every mesh axis that loss_fn reduces over: pass their sizes, for example "
             f'axis_sizes={{"data": 8}}. JAX says: {error}'
         ) from error
-    values = [_Value(0, True)] * count
-    for index, value in zip(differentiable, _outputs(closed), strict=True):
+    values = [Value(0, True)] * count
+    for index, value in zip(differentiable, read_outputs(closed), strict=True):
         values[index] = value
     return values
 
@@ -196,77 +206,3 @@ def _has_gradient(leaf: Any) -> bool:
     return jnp.issubdtype(
         leaf.dtype if _is_array(leaf) else np.result_type(type(leaf)), jnp.inexact
     )
-
-
-def _outputs(closed_jaxpr: Any) -> list[_Value]:
-    body = jaxprs.body_of(closed_jaxpr)
-    return _walk(body, [_Value(0, False)] * len(body.jaxpr.invars), [0])
-
-
-def _walk(body: jaxprs.Body, inputs: Sequence[_Value], clock: list[int]) -> list[_Value]:
-    """Runs through a jaxpr, bodies of calls included, and says of each output what is known.
-
-    ``clock`` holds one number: the expensive equations so far.
-    """
-    known: dict[Any, _Value] = dict.fromkeys(body.jaxpr.constvars, _Value(0, False))
-    known.update(zip(body.jaxpr.invars, inputs, strict=True))
-
-    def read(atom: Any) -> _Value:
-        return _Value(0, bool(np.all(atom.val == 0))) if jaxprs.is_literal(atom) else known[atom]
-
-    for eqn in body.jaxpr.eqns:
-        given = [read(atom) for atom in eqn.invars]
-        call = jaxprs.call_body(eqn)
-        if call is not None:
-            results = _walk(call, given, clock)
-        else:
-            zeros = _zeros(eqn, given)
-            if jaxprs.primitive_name(eqn) in _CHEAP or all(zeros):
-                time = max((value.time for value in given), default=0)
-            else:
-                clock[0] += 1
-                time = clock[0]
-            results = [_Value(0 if zero else time, zero) for zero in zeros]
-        known.update(zip(eqn.outvars, results, strict=True))
-    return [read(atom) for atom in body.jaxpr.outvars]
-
-
-def _zeros(eqn: Any, given: Sequence[_Value]) -> list[bool]:
-    """For each output of an equation that is no call: whether it is zero by the program."""
-    name = jaxprs.primitive_name(eqn)
-    zero = [value.zero for value in given]
-    if name in _ANNIHILATED:
-        return [any(zero)]
-    if name in _LINEAR and len(eqn.outvars) == 1:
-        return [zero[0]]
-    if name in _SUMS:
-        return [all(zero)]
-    if name == "select_n":
-        return [all(zero[1:])]
-    scan = jaxprs.scan_of(eqn)
-    if scan is not None:
-        return _scan_zeros(scan, zero)
-    branches = jaxprs.branches_of(eqn)
-    if branches:
-        outcomes = [[v.zero for v in _walk(b, given[1:], [0])] for b in branches]
-        return [all(column) for column in zip(*outcomes, strict=True)]
-    return [False] * len(eqn.outvars)
-
-
-def _scan_zeros(scan: jaxprs.Scan, zero: Sequence[bool]) -> list[bool]:
-    """A carry stays zero if it starts as zero and one iteration keeps it so; repeated until that holds."""
-    first = scan.num_consts
-    consts, carry, xs = (
-        zero[:first],
-        list(zero[first : first + scan.num_carry]),
-        zero[first + scan.num_carry :],
-    )
-    while True:
-        inputs = [_Value(0, z) for z in (*consts, *carry, *xs)]
-        out = [value.zero for value in _walk(scan.body, inputs, [0])]
-        kept = [
-            before and after for before, after in zip(carry, out[: scan.num_carry], strict=True)
-        ]
-        if kept == carry:
-            return [*carry, *out[scan.num_carry :]]
-        carry = kept

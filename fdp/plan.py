@@ -16,31 +16,14 @@ import hashlib
 import math
 import operator
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
+
+from fdp.leaves import LeafSpec, read_leaves
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 DEFAULT_FIRST_BUCKET_BYTES = 2**20
-
-
-class LeafSpec(NamedTuple):
-    """What the plan knows of one leaf: its path, shape and dtype, and whether it is reduced."""
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    planned: bool
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def __str__(self) -> str:
-        return f"{self.dtype.name}[{','.join(map(str, self.shape))}]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +116,7 @@ def plan_buckets(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     first_bucket_bytes: int = DEFAULT_FIRST_BUCKET_BYTES,
     order: str | Sequence[int] = "reverse",
+    unhidden: Collection[int] = (),
     trainable: Callable[[str, Any], bool] | Any | None = None,
 ) -> BucketPlan:
     """Partitions ``params`` into buckets.
@@ -140,7 +124,9 @@ def plan_buckets(
     Walks the leaves in ``order``. Each dtype has one open bucket; it closes when the next leaf would take it
     over the cap. A leaf that fills the cap by itself gets a bucket of its own and leaves the open one
     open, so that a model of large kernels and small biases does not send every bias alone. Buckets are launched
-    in the order in which their *last* leaf comes up.
+    in the order in which their *last* leaf comes up. Leaves of ``unhidden`` do not join a bucket of other leaves that
+    is worth a launch, one of at least ``first_bucket_bytes``: it would wait for them, and lose what it could hide
+    behind.
 
     Follows torch DDP (paper section 3.2.2 and 4.2; ``compute_bucket_assignment_by_size``) with three departures:
     torch closes a bucket after adding the leaf that crosses the cap and so overshoots it, fdp never does; torch
@@ -155,6 +141,7 @@ def plan_buckets(
       first_bucket_bytes: cap of the bucket that is opened first; at most ``bucket_bytes`` counts.
       order: ``"reverse"`` (reverse tree order, torch's first guess) or a permutation of the leaf indices, first
         to be ready first.
+      unhidden: indices of leaves whose reduction nothing can hide: what ``unhidden_leaves`` returns.
       trainable: leaves for which this is false are left out: a predicate on (path, leaf), or a pytree of bools
         with the structure of ``params``. Left-out leaves may have any dtype.
 
@@ -164,8 +151,8 @@ def plan_buckets(
     Raises:
       TypeError: a leaf is no array or has a dtype that has no gradient (the message names its path); a cap or
         an element of ``order`` is no integer.
-      ValueError: ``params`` has no leaves, a cap is not positive, ``order`` is no permutation, or ``trainable``
-        has another structure.
+      ValueError: ``params`` has no leaves, a cap is not positive, ``order`` is no permutation, ``unhidden`` holds
+        what is no leaf index, or ``trainable`` has another structure.
 
     Example:
       >>> import jax, jax.numpy as jnp, fdp
@@ -175,18 +162,14 @@ def plan_buckets(
     """
     bucket_bytes = _check_cap("bucket_bytes", bucket_bytes)
     first_bucket_bytes = min(_check_cap("first_bucket_bytes", first_bucket_bytes), bucket_bytes)
-    with_paths, treedef = jax.tree_util.tree_flatten_with_path(params)
-    if not with_paths:
-        raise ValueError(
-            "expected params with at least one array leaf, got an empty tree "
-            f"({treedef}): pass the parameters that the loss is differentiated by."
-        )
-    keep = _trainable_flags(with_paths, treedef, trainable)
-    leaves = tuple(
-        _leaf_spec(path, leaf, planned)
-        for (path, leaf), planned in zip(with_paths, keep, strict=True)
+    leaves, treedef = read_leaves(params, trainable)
+    groups = _assign(
+        leaves,
+        _order_indices(order, len(leaves)),
+        _check_unhidden(unhidden, len(leaves)),
+        bucket_bytes,
+        first_bucket_bytes,
     )
-    groups = _assign(leaves, _order_indices(order, len(leaves)), bucket_bytes, first_bucket_bytes)
     buckets = tuple(make_bucket(leaves, group) for group in groups)
     return BucketPlan(buckets, leaves, treedef, bucket_bytes, first_bucket_bytes)
 
@@ -212,11 +195,6 @@ def without(plan: BucketPlan, leaf_indices: Collection[int]) -> BucketPlan:
     return dataclasses.replace(plan, buckets=buckets)
 
 
-def path_string(path: Any) -> str:
-    """A key path as people write it: ``"layers/0/kernel"``; ``"<root>"`` for a tree that is one leaf."""
-    return jax.tree_util.keystr(path, simple=True, separator="/") or "<root>"
-
-
 def _check_cap(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(
@@ -229,52 +207,6 @@ def _check_cap(name: str, value: Any) -> int:
             "number above the model's size puts all into one."
         )
     return int(value)
-
-
-def _trainable_flags(with_paths: list[Any], treedef: Any, trainable: Any) -> list[bool]:
-    if trainable is None:
-        return [True] * len(with_paths)
-    flags, structure = jax.tree.flatten(trainable)
-    # A tree may be callable (some libraries' modules are), and a function is a tree of one leaf.
-    if callable(trainable) and not (structure == treedef and flags != [trainable]):
-        return [bool(trainable(path_string(path), leaf)) for path, leaf in with_paths]
-    if structure != treedef:
-        raise ValueError(
-            "expected trainable to be a predicate on (path, leaf) or a tree of bools with the structure of "
-            f"params ({treedef}), got {structure}."
-        )
-    for (path, _), flag in zip(with_paths, flags, strict=True):
-        if not isinstance(flag, (bool, np.bool_)):
-            raise TypeError(
-                f"expected trainable to hold True or False at {path_string(path)!r}, got {flag!r} of type "
-                f"{type(flag).__name__}."
-            )
-    return [bool(flag) for flag in flags]
-
-
-def _leaf_spec(path: Any, leaf: Any, planned: bool) -> LeafSpec:
-    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
-    name = path_string(path)
-    if shape is None or dtype is None:
-        if planned:
-            raise TypeError(
-                f"expected an array at {name!r}, got {leaf!r} of type {type(leaf).__name__}: wrap it in "
-                "jnp.asarray(..., dtype=jnp.float32), or leave it out with trainable=."
-            )
-        return LeafSpec(name, (), np.dtype(object), False)
-    if not planned:
-        plain = not jnp.issubdtype(dtype, jax.dtypes.extended)
-        return LeafSpec(name, tuple(shape), np.dtype(dtype if plain else object), False)
-    if not jnp.issubdtype(dtype, np.inexact):
-        kind = "a PRNG key" if jnp.issubdtype(dtype, jax.dtypes.prng_key) else "no gradient"
-        shown = "float0" if dtype == jax.dtypes.float0 else dtype
-        raise TypeError(
-            f"expected a floating-point or complex array at {name!r}, got dtype {shown} ({kind}): keep it out "
-            "of the differentiated params, or leave it out with trainable=."
-        )
-    # As JAX will hold it: plain ints print alike on every host, and without 64-bit mode float64 is float32.
-    sizes = tuple(int(size) for size in shape)
-    return LeafSpec(name, sizes, np.dtype(jax.dtypes.canonicalize_dtype(dtype)), True)
 
 
 def _order_indices(order: Any, count: int) -> list[int]:
@@ -303,8 +235,28 @@ def _order_indices(order: Any, count: int) -> list[int]:
     return indices
 
 
+def _check_unhidden(unhidden: Any, count: int) -> frozenset[int]:
+    try:
+        indices = frozenset(operator.index(i) for i in unhidden)
+    except TypeError as error:
+        raise TypeError(
+            f"expected unhidden to hold leaf indices (whole numbers), got {error}: pass what "
+            "fdp.unhidden_leaves(loss_fn, params, ...) returns."
+        ) from None
+    if outside := sorted(i for i in indices if not 0 <= i < count)[:3]:
+        raise ValueError(
+            f"expected unhidden to hold leaf indices from 0 to {count - 1}, got {outside} (at most three shown): "
+            "pass what fdp.unhidden_leaves(loss_fn, params, ...) returns for the same params."
+        )
+    return indices
+
+
 def _assign(
-    leaves: Sequence[LeafSpec], order: Sequence[int], bucket_bytes: int, first_bucket_bytes: int
+    leaves: Sequence[LeafSpec],
+    order: Sequence[int],
+    unhidden: Collection[int],
+    bucket_bytes: int,
+    first_bucket_bytes: int,
 ) -> list[list[int]]:
     """Groups of leaf indices, in launch order."""
     closed: list[list[int]] = []
@@ -316,7 +268,8 @@ def _assign(
             continue
         if leaf.dtype in open_:
             group, size, cap = open_[leaf.dtype]
-            if size + leaf.nbytes <= cap:
+            waits = index in unhidden and group[-1] not in unhidden
+            if size + leaf.nbytes <= cap and not (waits and size >= first_bucket_bytes):
                 group.append(index)
                 open_[leaf.dtype] = (group, size + leaf.nbytes, cap)
                 continue

@@ -28,6 +28,7 @@ from fdp.compat import AxisName
 from fdp.finite import count_nonfinite
 from fdp.loss import CanonicalLoss
 from fdp.model_state import merge, split_by_policy
+from fdp.order import Births
 from fdp.outcome import Outcome
 from fdp.plan import BucketPlan
 from fdp.state import StepInfo, Unreduced
@@ -62,7 +63,7 @@ class StepConfig:
     accumulate_dtype: Any
     op: str
     wire: Wire
-    plan_for: Callable[[Any, Any], BucketPlan]
+    plan_for: Callable[[Any, Births | None], BucketPlan]
     in_loops: bool | None
     weighted: bool
     unused: str
@@ -90,16 +91,15 @@ def synced_step(
     check_opt_state(config.optimizer, trainable, state.opt_state)
     planned = [i for i, spec in enumerate(base.leaves) if spec.planned]
 
-    def plan_for(order: tuple[int, ...]) -> BucketPlan:
-        ready = [planned[i] for i in order]
-        return config.plan_for(state.params, [*ready, *base.excluded])
+    def plan_for(births: Births) -> BucketPlan:
+        return config.plan_for(state.params, births.at(planned, base.excluded))
 
     stateful = bool(jax.tree.leaves(own.hook_state))
     born = birth.compute(
         config.wire,
         lambda *args: _local_gradients(config, base, *args),
         _local_arguments(config, state, own, unreduced, batch),
-        (lambda order: base) if stateful else plan_for,
+        (lambda births: base) if stateful else plan_for,
         own.hook_state if stateful else None,
         in_loops=_looks_into_loops(config),
     )

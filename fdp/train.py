@@ -29,6 +29,7 @@ from fdp.hooks import CommHook
 from fdp.loss import canonical_loss
 from fdp.match import flatten_like_plan
 from fdp.options import suggested_bucket_bytes
+from fdp.order import Births
 from fdp.pack import Packing
 from fdp.plan import DEFAULT_FIRST_BUCKET_BYTES, BucketPlan, plan_buckets
 from fdp.schedules import Schedule
@@ -192,17 +193,19 @@ def data_parallel(
         holders, count = Mesh(np.array(mesh.local_devices), (axis_name,)), share
     per_replica = NamedSharding(holders, PartitionSpec(axis_name))
 
-    def plan_for(params: Any, ready: Sequence[int] | None) -> BucketPlan:
+    def plan_for(params: Any, births: Births | None) -> BucketPlan:
         if plan is not None:
             flatten_like_plan(plan, params, "params")
             check_trainable(plan, params, trainable)
             return plan
-        wanted = ("reverse" if ready is None else ready) if order == "ready" else order
+        known = births if order == "ready" else None
+        first_guess = "reverse" if order == "ready" else order
         return plan_buckets(
             params,
             bucket_bytes=cap,
             first_bucket_bytes=first_bucket_bytes,
-            order=wanted,
+            order=first_guess if known is None else known.order,
+            unhidden=() if known is None else known.unhidden,
             trainable=trainable,
         )
 

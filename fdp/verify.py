@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from fdp import exchange
-from fdp.plan import path_string
+from fdp.leaves import path_string
 from fdp.state import TrainState
 
 _SHOWN = 5  # leaves in a message

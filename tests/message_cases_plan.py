@@ -122,6 +122,20 @@ CASES = {
             "gradient_ready_order",
         ),
     ),
+    "unhidden holds other things": Case(
+        lambda: plan_buckets(PARAMS, unhidden=["a"]),
+        TypeError,
+        (
+            "expected unhidden to hold leaf indices (whole numbers)",
+            "'str' object",
+            "fdp.unhidden_leaves(",
+        ),
+    ),
+    "unhidden holds no leaf": Case(
+        lambda: plan_buckets(PARAMS, unhidden=(0, 7)),
+        ValueError,
+        ("leaf indices from 0 to 1", "got [7]", "fdp.unhidden_leaves(loss_fn, params, ...)"),
+    ),
     "trainable has another structure": Case(
         lambda: plan_buckets(PARAMS, trainable={"a": True}),
         ValueError,

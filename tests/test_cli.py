@@ -14,6 +14,7 @@ import cli_models
 import click
 import jax
 import numpy as np
+import optax
 import pytest
 from click.testing import CliRunner
 
@@ -49,6 +50,26 @@ def test_the_plan_of_a_loss_follows_the_ready_order(here):
     # Tree order has layer_10 before layer_2, the backward pass begins with it.
     assert [b.paths[0] for b in plan.buckets] == ["layer_10/w", "layer_2/w", "layer_0/w"]
     assert "ready" in got.stdout.splitlines()[-1]
+
+
+def test_the_plan_is_the_one_a_trainer_makes(here):
+    """Also where a first cap of a layer makes "layer_0", which nothing can hide, wait for no other."""
+    for first_mb, platform in ((2**-8, "cpu"), (1, "cpu"), (1, "tpu")):
+        first = int(first_mb * 2**20)
+        got = fdp_(
+            *("plan", "a_model:build", "--platform", platform, "--json"),
+            *("--first-bucket-mb", first_mb),
+        )
+        found = json.loads(got.stdout)
+        loss, params, batch = model().build()
+        assert found["bucket_bytes"] == fdp.suggested_bucket_bytes(platform)
+        trainer = fdp.data_parallel(
+            *(loss, optax.sgd(0.1)),
+            bucket_bytes=found["bucket_bytes"],
+            first_bucket_bytes=first,
+        )
+        assert trainer.plan(trainer.init(params), batch).fingerprint() == found["fingerprint"]
+        assert len(found["buckets"]) == (3 if first_mb < 1 else 1)
 
 
 def test_the_plan_of_params_alone_is_in_reverse_tree_order(here):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from doc_blocks import ROOT, read_blocks, run_block
 
-from fdp.plan import path_string
+from fdp.leaves import path_string
 from tests.models import assert_replicas_bit_equal, relative_difference
 
 PAGE = ROOT / "docs" / "frameworks.md"

@@ -18,8 +18,8 @@ ROOT = Path(__file__).parent.parent
 # without cycles. "" is fdp/__init__.py. A new module gets its place here.
 LAYERS = (
     ("compat", "errors"),
-    ("dependency", "jaxprs", "state", "plan"),
-    ("loss", "scalars"),
+    ("dependency", "jaxprs", "state", "leaves"),
+    ("plan", "loss", "scalars", "readiness"),
     ("finite", "held", "probe", "order", "match", "pack", "schedules", "accumulate", "exchange"),
     ("replicate", "data", "verify"),
     ("hooks", "drivers", "options"),

@@ -41,7 +41,7 @@ def policy(path, leaf):
 
 
 START_LEAVES = {
-    fdp.plan.path_string(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(START)
+    fdp.leaves.path_string(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(START)
 }
 
 

@@ -7,7 +7,7 @@ from intercept_helpers import paths
 from jax import lax
 
 import fdp
-from fdp.order import gradient_ready_order, ready_order, unused_leaves
+from fdp.order import gradient_ready_order, ready_order, unhidden_leaves, unused_leaves
 
 DEPTH, WIDTH = 12, 8
 
@@ -283,3 +283,41 @@ def test_other_name_errors_are_left_alone():
 
     with pytest.raises(NameError, match="undefined_name"):
         gradient_ready_order(loss, shape(3))
+
+
+def unhidden(loss, params, *args, **keywords):
+    names = paths(params)
+    return {names[i] for i in unhidden_leaves(loss, params, *args, **keywords)}
+
+
+def test_the_first_layer_has_no_matmul_left_to_hide_behind():
+    assert unhidden(mlp(), MLP, X) == {"layer_0/w"}
+    assert unhidden(mlp(jax.checkpoint(dense)), MLP, X) == {"layer_0/w"}
+    assert "layer_0/w" in unhidden(mlp(cast=jnp.bfloat16), MLP, X)
+    # What the last matmul of the backward makes is for the input here: all weights are ready before it.
+    params = {"inputs": shape(4, WIDTH), **MLP}
+    assert unhidden(lambda p: mlp()(p, jnp.sin(p["inputs"])), params) == {"inputs"}
+
+
+def test_embeddings_and_scanned_layers_are_unhidden():
+    params = {
+        "embedding": shape(10, WIDTH),
+        "head": shape(WIDTH, 3),
+        "layers": {"b": shape(DEPTH, WIDTH), "w": shape(DEPTH, WIDTH, WIDTH)},
+    }
+
+    def loss(p, tokens):
+        h, _ = lax.scan(lambda h, one: (dense(h, one), None), p["embedding"][tokens], p["layers"])
+        return jnp.mean((h @ p["head"]) ** 2)
+
+    tokens = shape(4, dtype=jnp.int32)
+    assert unhidden(loss, params, tokens) == {"embedding", "layers/b", "layers/w"}
+
+
+def test_matmuls_that_no_gradient_needs_and_losses_without_any():
+    def logs(p, x):
+        value = mlp()(p, x)
+        return value, lax.stop_gradient(x @ x.T @ p["layer_3"]["w"][:4])
+
+    assert unhidden(logs, MLP, X, has_aux=True) == {"layer_0/w"}
+    assert unhidden(lambda p, x: jnp.sum(p["a"] * x), {"a": shape(4, WIDTH)}, X) == set()

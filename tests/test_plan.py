@@ -108,6 +108,22 @@ def test_buckets_are_launched_in_the_order_their_last_leaf_comes_up():
     assert [b.leaf_indices for b in plan.buckets] == [(2, 1), (3, 0)]
 
 
+def test_unhidden_leaves_keep_no_other_bucket_waiting():
+    """Six leaves of 400 bytes, a cap of four, a first cap of one; "b" and "a" are born when all else is done."""
+    params = {name: jax.ShapeDtypeStruct((100,), jnp.float32) for name in "abcdef"}
+    caps = {"bucket_bytes": 1600, "first_bucket_bytes": 400}
+    plain = plan_buckets(params, **caps)
+    assert [b.paths for b in plain.buckets] == [("f",), ("e", "d", "c", "b"), ("a",)]
+    plan = plan_buckets(params, unhidden=(0, 1), **caps)
+    assert [b.paths for b in plan.buckets] == [("f",), ("e", "d", "c"), ("b", "a")]
+    # A bucket smaller than the first one may be is not worth a launch of its own.
+    few = plan_buckets(params, unhidden=(0, 1), bucket_bytes=4000, first_bucket_bytes=2000)
+    assert [b.paths for b in few.buckets] == [("f", "e", "d", "c", "b"), ("a",)]
+    # Unhidden in front of the order (torch's first guess may be wrong): the next ones join.
+    plan = plan_buckets(params, unhidden=(5,), bucket_bytes=1600, first_bucket_bytes=1600)
+    assert [b.paths for b in plan.buckets] == [("f", "e", "d", "c"), ("b", "a")]
+
+
 def test_p35_zero_size_leaves_are_kept_with_their_shape():
     params = {"a": f32(0, 3), "b": f32(2), "c": bf16(4, 0)}
     plan = plan_buckets(params)

@@ -27,7 +27,8 @@ from fdp.cli.terminal import (
     styled,
 )
 from fdp.inspect import HARDWARE
-from fdp.plan import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BUCKET_BYTES
+from fdp.options import PLATFORMS, suggested_bucket_bytes
+from fdp.plan import DEFAULT_FIRST_BUCKET_BYTES
 
 _PASSED_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
@@ -82,6 +83,13 @@ def program(traceback: bool) -> None:
 @click.option("--dtype", default="float32", show_default=True, help="Of --shapes.")
 @_bucket_mb
 @_first_bucket_mb
+@click.option(
+    "--platform",
+    type=click.Choice(PLATFORMS),
+    default="gpu",
+    show_default=True,
+    help="Whose cap of a bucket to take where --bucket-mb is not given.",
+)
 @_allocate
 @_as_json
 def plan(
@@ -90,20 +98,21 @@ def plan(
     dtype: str,
     bucket_mb: float | None,
     first_bucket_mb: float | None,
+    platform: str,
     allocate: bool,
     as_json: bool,
 ) -> None:
     """Which gradient goes into which bucket, in the order buckets are sent.
 
     FUNCTION takes no arguments and returns parameters, or (loss_fn, params, batch). It is traced, so nothing is
-    allocated. With a loss the order is that in which gradients become ready; without one it is reverse tree order. Caps
-    are 25 MiB and 1 MiB unless given.
+    allocated. With a loss the order is that in which gradients become ready; without one it is reverse tree order. The
+    cap of the bucket that is ready first is 1 MiB unless given.
     """
     if (model is None) == (shapes is None):
         raise click.UsageError("Expected either MODULE:FUNCTION or --shapes")
     targets.use_cpu()
     caps = (
-        _mb(bucket_mb, "--bucket-mb", DEFAULT_BUCKET_BYTES),
+        _mb(bucket_mb, "--bucket-mb", suggested_bucket_bytes(platform)),
         _mb(first_bucket_mb, "--first-bucket-mb", DEFAULT_FIRST_BUCKET_BYTES),
     )
     assert caps[0] is not None

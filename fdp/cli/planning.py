@@ -10,7 +10,7 @@ import numpy as np
 
 from fdp.cli.loading import Model
 from fdp.cli.terminal import USAGE, Stop
-from fdp.order import gradient_ready_order
+from fdp.order import gradient_ready_order, unhidden_leaves
 from fdp.plan import BucketPlan, plan_buckets
 
 
@@ -40,13 +40,17 @@ def parse_shapes(text: str, dtype: str) -> list[jax.ShapeDtypeStruct]:
 def plan_model(model: Model, bucket_bytes: int, first_bucket_bytes: int) -> tuple[BucketPlan, str]:
     """The plan, and the order it follows: ``"ready"`` where there is a loss to read it from, else ``"reverse"``."""
     order: Any = "reverse"
+    unhidden: tuple[int, ...] = ()
     if model.loss is not None:
-        order = gradient_ready_order(model.plain_loss(), model.params, model.batch, **model.init)
+        loss, args = model.plain_loss(), (model.params, model.batch)
+        order = gradient_ready_order(loss, *args, **model.init)
+        unhidden = unhidden_leaves(loss, *args, **model.init)
     plan = plan_buckets(
         model.params,
         bucket_bytes=bucket_bytes,
         first_bucket_bytes=first_bucket_bytes,
         order=order,
+        unhidden=unhidden,
         trainable=model.options.get("trainable"),
     )
     return plan, "reverse" if model.loss is None else "ready"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fdp.compat import AxisName, axis_names
-from fdp.plan import path_string
+from fdp.leaves import path_string
 
 
 def global_batch(batch: Any, mesh: Mesh, axis_name: AxisName = "data") -> Any:
