@@ -48,6 +48,16 @@ def test_h100_resnet50_every_bucket_that_is_born_before_the_last_convolution_is_
     assert bytes_of(hidden(alone)) <= 0.3 * bytes_of(alone)
 
 
+@pytest.mark.parametrize("model", ["mlp", "gpt"])
+def test_h100_every_bucket_but_the_last_is_hidden_as_it_comes(model):
+    *buckets, last = buckets_of(program("h100:8", model))
+    assert len(buckets) >= 2
+    assert all(one.flops > 0 and one.collective.asynchronous for one in buckets)
+    assert last.flops == 0
+    # What no matmul can hide waits alone: the first kernel of the MLP, that and the embeddings of the transformer.
+    assert bytes_of([last]) <= 0.1 * bytes_of([*buckets, last])
+
+
 def test_h100_twelve_scanned_layers_are_reduced_inside_the_loop_that_makes_them():
     found = buckets_of(program("h100:8", "gpt scanned"))
     inside = [one for one in found if one.collective.in_loop]
