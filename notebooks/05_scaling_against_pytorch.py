@@ -59,7 +59,9 @@ def pictures(name):
     if not found:
         print(f"no result of {name} is committed: python -m benchmarks.figures.{name} makes one")
     for result in found.values():
-        display(drawn.draw(result))
+        picture = drawn.draw(result)
+        picture.set_dpi(80)  # the files in benchmarks/results are sharper
+        display(picture)
 
 
 # %% [markdown]
