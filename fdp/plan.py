@@ -128,11 +128,11 @@ def plan_buckets(
     is worth a launch, one of at least ``first_bucket_bytes``: it would wait for them, and lose what it could hide
     behind.
 
-    Follows torch DDP (paper section 3.2.2 and 4.2; ``compute_bucket_assignment_by_size``) with three departures:
+    Follows torch DDP (paper section 3.2.2 and 4.2; ``compute_bucket_assignment_by_size``) with four departures:
     torch closes a bucket after adding the leaf that crosses the cap and so overshoots it, fdp never does; torch
     gives every dtype a small first bucket, fdp only the one that is opened first, since a small bucket serves
-    to start communication early; and torch finds the ready order by running one step and rebuilding, fdp
-    takes it as an argument (see ``gradient_ready_order``) before the first.
+    to start communication early; torch finds the ready order by running one step and rebuilding, fdp takes it as
+    an argument (see ``gradient_ready_order``) before the first; and torch knows nothing of ``unhidden``.
 
     Args:
       params: a pytree of arrays or ``jax.ShapeDtypeStruct``; only shapes and dtypes are read. ``None`` leaves

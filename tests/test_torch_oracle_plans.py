@@ -95,6 +95,25 @@ def test_the_first_cap_is_an_argument():
     assert max(bucket.nbytes for bucket in plan.buckets[1:]) <= MIB // 2
 
 
+@departs("what-nothing-hides-goes-alone")
+def test_what_nothing_hides_goes_alone():
+    """torch's last bucket has the first layer's kernel beside others; fdp's has that alone."""
+    torchs = recorded("buckets")[0]["six layers/default"]["rebuilt_indices"][-1]
+    assert 0 in torchs
+    assert len(torchs) > 1
+    params = [jnp.zeros(x.shape) for x in leaves("six layers")]
+
+    def loss(params, x):
+        for w, b in zip(params[::2], params[1::2], strict=True):
+            x = jnp.tanh(x @ w + b)
+        return x.mean()
+
+    the = trainer(2, loss, optax.sgd(0.1), bucket_bytes=25 * MIB, first_bucket_bytes=MIB // 2)
+    plan = the.plan(the.init(params), jnp.zeros((4, params[0].shape[0])))
+    assert groups(plan)[-1] == [0]
+    assert sorted(flat(groups(plan))) == list(range(12))
+
+
 @departs("no-first-iteration")
 def test_no_first_iteration():
     """torch reduces everything in one bucket in its first iteration, then rebuilds; a plan is there before."""
