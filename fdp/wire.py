@@ -129,10 +129,8 @@ def send(
         view = BucketView(bucket, k, k == len(launches) - 1, wire.axis_name, size, wire.op)
         passed = None
         if overlaps and compat.platform() == "cpu":
-            # The last one reads what all others gave, and so waits for what they waited for, of other chains too: after
-            # the end of a chain its memory would go to the matmuls that are left, which then would wait for it.
-            is_last = bool(waits_for) and k == len(launches) - 1
-            earlier = [buffer for given in gave for buffer in given] if is_last else []
+            before = _all_before(launches, k) if is_end else ()
+            earlier = [buffer for j in before if j >= here for buffer in gave[j - here]]
             (out, states[k]), crossed = _reduce_kept(
                 wire.hook, buffers, states[k], view, token, earlier
             )
@@ -181,6 +179,17 @@ def _reduce_kept(
 
     reduced = held.run(lambda x, s: hook.reduce(x, s, view), (buffers, state), hold)
     return reduced, crossed
+
+
+def _all_before(launches: Sequence[Launch], k: int) -> list[int]:
+    """Launches that must be done before launch ``k`` starts."""
+    found: set[int] = set()
+    waiting = [k]
+    while waiting:
+        new = set(launches[waiting.pop()].after) - found
+        found |= new
+        waiting += new
+    return sorted(found)
 
 
 def nothing_sent(states: HookStates) -> Sent:

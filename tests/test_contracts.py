@@ -202,11 +202,7 @@ class TestSchedules:
         assert firsts == sorted(firsts, key=planned.index)
 
     def test_what_it_says_is_in_the_program(self, name, plan):
-        """Launch k's collective depends on those it waits for, and on no other: read from the jaxpr.
-
-        But for the last of several chains: on CPU it also waits for what the launches before it waited for, since it
-        reads what they gave.
-        """
+        """Launch k's collective depends on those it waits for, and on no other: read from the jaxpr."""
         schedule = SCHEDULES[name]
         launches = schedule.launches(plan)
         reducer = make_reducer("data", plan=plan, schedule=schedule, pack=pack.flat())
@@ -221,10 +217,7 @@ class TestSchedules:
         inputs = {id(v): i for i, v in enumerate(jaxpr.invars)}
         for k, launch in enumerate(launches):
             earlier = {op for op in behind[k] if op[0] == "psum"}
-            waited_for = expected_ancestors(launches, k)
-            if launch.after and k == len(launches) - 1:
-                waited_for = waited_for.union(*(expected_ancestors(launches, j) for j in range(k)))
-            needed = {("psum", j) for j in waited_for}
+            needed = {("psum", j) for j in expected_ancestors(launches, k)}
             assert earlier == needed
             if launch.after_backward:
                 read = {inputs[v] for kind, v in behind[k] if kind == "in"}

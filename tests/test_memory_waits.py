@@ -70,14 +70,6 @@ def test_no_matmul_waits_for_a_reduction_and_no_reduction_for_a_matmul(widths, h
     assert crossing_waits(lower(widths, hook=hook)) == [{}, {}]
 
 
-@pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS)
-@pytest.mark.parametrize("window", [2, 3])
-def test_no_matmul_waits_for_a_reduction_with_several_in_flight(widths, window):
-    """Of any chain. The other way round some wait: XLA writes down one chain of reductions after the other."""
-    matmuls, _ = crossing_waits(lower(widths, schedule=fdp.schedules.ordered(window=window)))
-    assert matmuls == {}
-
-
 def test_without_the_option_reductions_wait():
     matmuls, reductions = crossing_waits(lower(WIDTHS["unequal"], compiler_options={}))
     assert matmuls == {}

@@ -211,5 +211,5 @@ def test_a_step_inside_jit_and_scan_leaves_the_options_to_them():
     for batch in batches:
         state, one = trainer.train_step(state, batch)
         losses.append(one.loss)
-    np.testing.assert_allclose(info.loss, losses, rtol=1e-5)
-    np.testing.assert_allclose(scanned.params, state.params, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(info.loss, losses, rtol=1e-6)
+    np.testing.assert_allclose(scanned.params, state.params, rtol=1e-6)
