@@ -181,3 +181,8 @@ def test_options_replace_what_a_setting_says():
     assert found[:4] == ("mlp:widths=8x3", 1024, "1gbit", 9)
     assert settings.chosen("mlp", made.parse_args(["--quick"])) == settings.QUICK["mlp"]
     assert settings.names(made.parse_args(["--quick"]), ("mlp", "resnet50")) == ("mlp",)
+
+
+def test_a_rate_that_was_asked_for_does_not_replace_the_figure_at_the_usual_one():
+    assert settings.file_of("fig06", "mlp:widths=8x3", None) == "fig06_mlp"
+    assert settings.file_of("fig06", "mlp:widths=8x3", "700mbit") == "fig06_mlp_700mbit"

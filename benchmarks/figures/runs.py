@@ -190,7 +190,9 @@ def parser(name: str, doc: str, *, model: bool = True) -> argparse.ArgumentParse
         help=f"for {name}.json and .png (benchmarks/results); a quick or partial result does not replace a full one",
     )
     add("--draw-only", action="store_true", help="draw the picture again from the JSON there")
-    add("--rate", help=f"of every wire ({RATE})")
+    add(
+        "--rate", help=f"of every wire ({RATE}); a figure of a model then has it in its file's name"
+    )
     add("--rounds", type=int, help="turns of every way")
     if model:
         add("--model", help="as benchmarks.pairs names it, with options: mlp:widths=1024x13")

@@ -44,12 +44,14 @@ FULL = {
     "mlp-unequal": Setting("mlp-unequal", 1280, RATE, 6, 3),
     "mlp-deep": Setting("mlp:widths=512x49", 1024, RATE, 5, 2),
     "resnet50": Setting("resnet50:pixels=64", 16, RATE, 3, 2),
+    "bert-base": Setting("bert-base", 4, "1gbit", 2, 1, 1),
 }
 QUICK = {
     "mlp": Setting("mlp:widths=256x7", 256, RATE, 2, 2),
     "mlp-unequal": Setting("mlp-unequal:widths=64-512-256-384-128-512-10", 256, RATE, 2, 2),
     "mlp-deep": Setting("mlp:widths=128x13", 256, RATE, 2, 2),
     "resnet50": Setting("resnet50:pixels=64,classes=10", 4, "1gbit", 2, 1),
+    "bert-base": Setting("bert-base:length=32,layers=2,width=64,heads=4,words=100", 8, RATE, 2, 2),
 }
 
 
@@ -68,7 +70,7 @@ def main_of_each(
     draw: Callable[[dict[str, Any]], Any],
     argv: Sequence[str] | None,
 ) -> int:
-    """The command of a figure that has a file a model, ``name_mlp.json``; returns the first exit code that is not 0.
+    """The command of a figure that has a file a model (`file_of`); returns the first exit code that is not 0.
 
     Args:
       name: of the figure.
@@ -82,9 +84,14 @@ def main_of_each(
     args = made.parse_args(argv)
     for model in names(args, models):
         args.model = model
-        if code := figure_main(f"{name}_{label(model)}", args, measure, draw):
+        if code := figure_main(file_of(name, model, args.rate), args, measure, draw):
             return code
     return 0
+
+
+def file_of(name: str, model: str, rate: str | None) -> str:
+    """What the file of a figure is called; a rate that was asked for has a file of its own, ``name_mlp_700mbit``."""
+    return f"{name}_{label(model)}" + ("" if rate is None else f"_{rate}")
 
 
 def label(model: str) -> str:
