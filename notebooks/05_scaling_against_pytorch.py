@@ -60,7 +60,7 @@ def pictures(name):
         print(f"no result of {name} is committed: python -m benchmarks.figures.{name} makes one")
     for result in found.values():
         picture = drawn.draw(result)
-        picture.set_dpi(80)  # the files in benchmarks/results are sharper
+        picture.set_dpi(64)  # the files in benchmarks/results are sharper
         display(picture)
 
 

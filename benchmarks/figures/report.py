@@ -105,17 +105,17 @@ def across(results: Results) -> str:
             if torch is not None and ours is not None:
                 ratio = ours[1]["median_s"] / torch[1]["median_s"]
                 runs.setdefault(model_of(result), []).append(100 * (ratio - 1))
-    said = ""
+    said: list[str] = []
     for model, percents in runs.items():
         if len(percents) < 2:
             continue
         agree = min(percents) > 0 or max(percents) < 0
-        said += (
-            f"\n{len(percents)} runs of {model}: fdp's best step beside DDP's best, "
+        said.append(
+            f"{len(percents)} runs of {model}: fdp's best step beside DDP's best, "
             f"{min(percents):+.1f} to {max(percents):+.1f} %"
-            f"{'' if agree else ', so they do not say who is ahead'}.\n"
+            f"{'' if agree else ', so they do not say who is ahead'}."
         )
-    return said
+    return f"\n{' '.join(said)}\n" if said else ""
 
 
 def steps(result: Mapping[str, Any]) -> str:
