@@ -17,10 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fdp import compat, dependency, intercept, jaxprs, schedules, wire
+from fdp import carry, compat, dependency, intercept, jaxprs, schedules, wire
 from fdp.intercept import Interception
 from fdp.order import Births, read_births
-from fdp.plan import BucketPlan, plan_buckets, without
+from fdp.plan import Bucket, BucketPlan, plan_buckets, without
 from fdp.schedules import Launch
 from fdp.wire import HookStates, Sent, Wire
 
@@ -38,9 +38,10 @@ class Born:
       in_loops: gradients that were reduced inside loops, by leaf index.
       plan: the plan of all gradients that are not zero by the program.
       zeros: the others, by leaf index: zeros, equal everywhere, that nobody has to send.
-      launches: what is sent outside of loops.
+      carried: what is left for the next step, see ``fdp.carry``; in ``grads``, and in no launch.
+      launches: what is sent outside of loops, and in this step.
       sent: what of that is sent already.
-      after_loops: token; exists once the last loop's reductions do.
+      after_loops: token; exists once the last loop's reductions do, or what ``compute`` was told to wait for.
       interception: what was found and decided about loops.
     """
 
@@ -49,6 +50,7 @@ class Born:
     in_loops: Mapping[int, Any]
     plan: BucketPlan
     zeros: Mapping[int, Any]
+    carried: tuple[Bucket, ...]
     launches: tuple[Launch, ...]
     sent: Sent
     after_loops: Any
@@ -63,6 +65,8 @@ def compute(
     states: HookStates | None,
     *,
     in_loops: bool,
+    carry_over: int = 0,
+    after: jax.Array | None = None,
 ) -> Born:
     """Runs ``local_fn``, reducing inside its loops.
 
@@ -74,6 +78,8 @@ def compute(
       states: hook states, one per launch of the plan; None for a hook without state. With them everything in the plan
         is launched, gradients that are zero by the program too: the states were made before there was a program.
       in_loops: whether to look for loops.
+      carry_over: how many buckets are not to be sent.
+      after: token that reductions wait for.
 
     Raises:
       ValueError: the plan has a leaf in no bucket, and its gradient is not zero.
@@ -94,7 +100,9 @@ def compute(
         closed, leaf_at, min_slice_bytes=MIN_SLICE_BYTES if look else float("inf")
     )
     handled = {leaf for loop in interception.loops for leaf in loop.leaves}
-    launches = schedules.check_launches(the_wire.schedule, without(plan, handled))
+    carried = () if alone else carry.choose(without(plan, handled), carry_over)
+    elsewhere = {*handled, *(leaf for bucket in carried for leaf in bucket.leaf_indices)}
+    launches = schedules.check_launches(the_wire.schedule, without(plan, elsewhere))
     if states is None:
         states = tuple(the_wire.hook.init(launch.bucket) for launch in launches)
     progress = [wire.nothing_sent(states)]
@@ -111,7 +119,7 @@ def compute(
         flat_args,
         reduce_slices=_slice_reducer(the_wire, plan),
         reduce_ready=reduce_ready,
-        token=jnp.zeros((), jnp.float32),
+        token=jnp.zeros((), jnp.float32) if after is None else after,
         # On GPU what is sent before a loop overlaps only with an iteration outside of it; on TPU with the loop as it
         # is, and one copy of the body less is compiled.
         peel=compat.platform() != "tpu",
@@ -121,8 +129,10 @@ def compute(
     zeros = {i: jnp.zeros(plan.leaves[i].shape, plan.leaves[i].dtype) for i in sorted(unused)}
     reduced = {leaf: g for leaf, g in gradients.items() if leaf in evaluation.reduced}
     local = {leaf: g for leaf, g in gradients.items() if leaf not in evaluation.reduced}
-    after = evaluation.token if interception.loops else None
-    return Born(outputs, local, reduced, plan, zeros, launches, progress[0], after, interception)
+    after = evaluation.token if interception.loops else after
+    return Born(
+        outputs, local, reduced, plan, zeros, carried, launches, progress[0], after, interception
+    )
 
 
 def compute_unreduced(
@@ -149,7 +159,7 @@ def finish(
       after: token that the first launches wait for.
 
     Returns:
-      Reduced gradients by leaf index, and the hook states.
+      Reduced gradients by leaf index, without those that are carried over, and the hook states.
     """
     wire.refuse_already_summed(the_wire, born.plan, born.grads)
     if compat.axis_size(the_wire.axis_name) == 1:
@@ -167,6 +177,11 @@ def explain(born: Born) -> str:
         named = ", ".join(paths[i] for i in born.zeros)
         lines.insert(
             1, f"{len(born.zeros)} leaves unused by the loss, gradient zero, not reduced: {named}"
+        )
+    if born.carried:
+        named = "; ".join(", ".join(bucket.paths) for bucket in born.carried)
+        lines.insert(
+            1, f"{len(born.carried)} buckets carried over to the next step, in this order: {named}"
         )
     return "\n".join(lines)
 

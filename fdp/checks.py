@@ -74,6 +74,40 @@ def check_options(
         )
 
 
+def check_carry_over(carry_over: Any, *, weighted: bool, unused: str, mean_over: str) -> None:
+    """Whether ``carry_over`` is a number of buckets, and goes together with the other options.
+
+    Raises:
+      TypeError, ValueError: what was expected, what came, the edit to make.
+    """
+    if isinstance(carry_over, bool) or not isinstance(carry_over, int):
+        raise TypeError(
+            f"expected carry_over to be a whole number of buckets, got {carry_over!r}: write for example carry_over=3."
+        )
+    if carry_over < 0:
+        raise ValueError(f"expected carry_over to be at least 0, got {carry_over}.")
+    others = (
+        ("weighted=True", weighted),
+        ('unused="skip"', unused == "skip"),
+        ('mean_over="users"', mean_over == "users"),
+    )
+    for option, given in others:
+        if carry_over and given:
+            raise ValueError(
+                f"got carry_over={carry_over} with {option}, which decides at the end of a step what is updated, and "
+                "with carry_over the update is the next step's: leave one of them out."
+            )
+
+
+def check_can_carry(carry_over: int, hook: str, hook_state: Any) -> None:
+    """Raises ValueError where a hook's state belongs to all buckets of a step, and some are to be carried over."""
+    if carry_over and jax.tree.leaves(hook_state):
+        raise ValueError(
+            f"expected a hook without state with carry_over={carry_over}, got {hook!r}, which keeps one for each bucket "
+            "of a step: use another hook, or leave carry_over out."
+        )
+
+
 def check_flags(**flags: Any) -> None:
     """Raises TypeError unless all of them are bools: ``"no"`` would be taken for a yes."""
     for name, flag in flags.items():
@@ -120,6 +154,7 @@ def check_state(state: Any, replicas: int) -> None:
         )
     kept = (
         ("unreduced", state.unreduced, "end the window with train_step before you save"),
+        ("carried", _unreduced(state), "call trainer.finish(state) before you save"),
         ("hook_state", state.hook_state, "take the hook_state of trainer.init(params)"),
         ("local_model_state", state.local_model_state, "take that of trainer.init(params, ...)"),
     )
@@ -132,6 +167,10 @@ def check_state(state: Any, replicas: int) -> None:
                     f"first axis, got shape {list(shape)} at {path_string(path)!r}: a state from another number of "
                     f"replicas goes on without it. {edit[0].upper()}{edit[1:]}."
                 )
+
+
+def _unreduced(state: TrainState) -> Any:
+    return None if state.carried is None else state.carried.unreduced
 
 
 def check_mesh(via: str, mesh: Mesh, axis_name: AxisName, replicas: int) -> None:

@@ -26,11 +26,26 @@ class Unreduced(NamedTuple):
     use: jax.Array | None = None
 
 
+class Carried(NamedTuple):
+    """The gradients of the last step, which the next one finishes reducing; with ``carry_over``.
+
+    Attributes:
+      loss: the loss that they are of, replicated: for optimizers that are given it.
+      reduced: those that have crossed the axis, replicated, structured like the params; None in place of the others.
+      unreduced: those that have not: one tree a bucket, in the order in which they will cross,
+        ``[replicas, *leaf shape]``.
+    """
+
+    loss: jax.Array
+    reduced: Any
+    unreduced: tuple[Any, ...]
+
+
 class TrainState(NamedTuple):
     """State of training.
 
-    Any checkpointer saves it; it restores onto any number of replicas while ``unreduced`` and ``local_model_state`` are
-    None and the hook has no state.
+    Any checkpointer saves it; it restores onto any number of replicas while ``unreduced``, ``carried`` and
+    ``local_model_state`` are None and the hook has no state.
 
     Attributes:
       step: int32 scalar, number of optimizer steps taken.
@@ -43,6 +58,8 @@ class TrainState(NamedTuple):
       unreduced: None, unless the last step was a ``no_sync_step``.
       local_model_state: model state that each replica keeps for itself, ``[replicas, *leaf shape]``, None in place of
         all other leaves; None where there is none.
+      carried: with ``carry_over``, the gradients that ``params`` and ``step`` do not have in them yet; None otherwise,
+        before the first step, and after ``finish``.
     """
 
     step: jax.Array
@@ -53,6 +70,7 @@ class TrainState(NamedTuple):
     hook_state: Any
     unreduced: Unreduced | None
     local_model_state: Any = None
+    carried: Carried | None = None
 
 
 class StepInfo(NamedTuple):

@@ -1,12 +1,13 @@
 """One training step as one replica sees it: pure, inside the mesh axis, the same under shard_map and pmap.
 
+what the last step carried over --wire, optimizer--> state.params       beneath the forward, with ``carry_over``
 state.params --varying--> params that belong to this replica
 batch share  --accumulate--> outcome, gradients                         local, in ready order
 outcome (loss, aux, model state ...) --over_replicas--> replicated      one small collective, behind the forward
 gradients --wire, bucket by bucket--> replicated                        overlapping the backward, in loops too
 means over replicas --divide_by_weight_or_users--> what was asked for   nothing, without such options; with weights
                                                                         before the wire, where that can be
-replicated gradients --optimizer--> new params                          except what stays as it was
+replicated gradients --optimizer--> new params                          except what stays as it was; or carried over
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from fdp import birth, compat, dependency, outcome, probe, scalars, used
+from fdp import birth, carry, compat, dependency, outcome, probe, scalars, used
 from fdp.accumulate import accumulate_with_carry
 from fdp.birth import Born
 from fdp.checks import check_opt_state
@@ -31,7 +32,7 @@ from fdp.model_state import merge, split_by_policy
 from fdp.order import Births
 from fdp.outcome import Outcome
 from fdp.plan import BucketPlan
-from fdp.state import StepInfo, Unreduced
+from fdp.state import Carried, StepInfo, TrainState, Unreduced
 from fdp.wire import Wire
 
 
@@ -43,6 +44,7 @@ class Replicated(NamedTuple):
     opt_state: Any
     model_state: Any
     rng: Any
+    carried: Carried | None = None  # but for what is unreduced
 
 
 class Own(NamedTuple):
@@ -50,6 +52,30 @@ class Own(NamedTuple):
 
     hook_state: Any
     model_state: Any
+    carried: tuple[Any, ...] = ()  # ``Carried.unreduced``
+
+
+def split_state(state: TrainState) -> tuple[Replicated, Own]:
+    """A state without what ``no_sync_step`` held back, by where it lives."""
+    carried = state.carried
+    replicated = Replicated(
+        state.step,
+        state.params,
+        state.opt_state,
+        state.model_state,
+        state.rng,
+        None if carried is None else carried._replace(unreduced=()),
+    )
+    unreduced = () if carried is None else carried.unreduced
+    return replicated, Own(state.hook_state, state.local_model_state, unreduced)
+
+
+def join_state(replicated: Replicated, own: Own, unreduced: Unreduced | None) -> TrainState:
+    """The state that ``split_state`` takes apart, and ``unreduced``."""
+    *same, carried = replicated
+    if carried is not None:
+        carried = carried._replace(unreduced=own.carried)
+    return TrainState(*same, own.hook_state, unreduced, own.model_state, carried)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +97,7 @@ class StepConfig:
     model_state_policy: Any
     count_nonfinite: bool
     rng_per_replica: bool
+    carry_over: int
     record: Callable[[Born], Any] = lambda born: None
 
     @property
@@ -84,11 +111,12 @@ def synced_step(
 ) -> tuple[Replicated, Own, StepInfo]:
     """Reduces this step's gradients, plus what ``unreduced`` holds, and updates the parameters.
 
+    With ``carry_over`` it first does that with the gradients of the last step, and leaves its own to the next.
     Of the ``StepInfo``, ``nonfinite`` is this replica's.
     """
     base = config.plan_for(state.params, None)
-    trainable = select_trainable(base, state.params)
-    check_opt_state(config.optimizer, trainable, state.opt_state)
+    check_opt_state(config.optimizer, select_trainable(base, state.params), state.opt_state)
+    state, own, crossed = _finished(config, base, state, own)
     planned = [i for i, spec in enumerate(base.leaves) if spec.planned]
 
     def plan_for(births: Births) -> BucketPlan:
@@ -102,6 +130,8 @@ def synced_step(
         (lambda births: base) if stateful else plan_for,
         own.hook_state if stateful else None,
         in_loops=_looks_into_loops(config),
+        carry_over=config.carry_over,
+        after=crossed,
     )
     config.record(born)
     zeros = {place for place, leaf in enumerate(planned) if leaf in born.zeros}
@@ -142,23 +172,24 @@ def synced_step(
     )
     late = {*early, *born.in_loops} if config.weighted else set(reduced)
     reduced |= divided({k: g for k, g in reduced.items() if k in late})
-    grads = jax.tree.unflatten(base.treedef, [reduced.get(i) for i in range(len(base.leaves))])
-    # Fused with an operation of the backward that reads the same parameter, an update makes that operation wait.
-    before = dependency.detach(trainable)
-    updates, opt_state = optax.with_extra_args_support(config.optimizer).update(
-        grads, state.opt_state, before, value=total.loss
-    )
-    moved = optax.apply_updates(before, updates)
-    if config.unused == "skip":
-        moved, opt_state = used.keep_unused(
-            config.optimizer, total.use, zeros, (moved, opt_state), (before, state.opt_state)
-        )
-    params = merge_frozen(base, moved, state.params)
-    new = Replicated(state.step + 1, params, opt_state, total.model_state, state.rng)
     local_model_state = outcome.unless_empty(local, local_model_state, own.model_state)
     new_own = Own(hook_state if stateful else own.hook_state, local_model_state)
-    old = state._replace(params=merge_frozen(base, before, state.params))
-    new, new_own = outcome.unless_empty(total, (new, new_own), (old, own))
+    if config.carry_over:
+        here = Carried(total.loss, carry.tree_of(base, reduced), ())
+        new = state._replace(model_state=total.model_state, carried=here)
+        new_own = new_own._replace(carried=carry.trees(base, born.grads, born.carried))
+    else:
+        # Fused with an operation of the backward that reads the same parameter, an update makes that operation wait.
+        before = dependency.detach(select_trainable(base, state.params))
+        moved, opt_state = _updated(config, base, before, state.opt_state, reduced, total.loss)
+        if config.unused == "skip":
+            moved, opt_state = used.keep_unused(
+                config.optimizer, total.use, zeros, (moved, opt_state), (before, state.opt_state)
+            )
+        params = merge_frozen(base, moved, state.params)
+        new = Replicated(state.step + 1, params, opt_state, total.model_state, state.rng)
+        old = state._replace(params=merge_frozen(base, before, state.params))
+        new, new_own = outcome.unless_empty(total, (new, new_own), (old, own))
     info = StepInfo(
         total.loss,
         total.aux,
@@ -188,6 +219,42 @@ def unsynced_step(
     count = jnp.ones((), jnp.int32) + (0 if unreduced is None else unreduced.count)
     held = Unreduced(count, grads, mine.model_state, mine.gradient_weight, mine.use)
     return held, StepInfo(*outcome.metrics(mine), mine.weight)
+
+
+def finish_step(config: StepConfig, state: Replicated, own: Own) -> tuple[Replicated, Own]:
+    """Reduces what the last step carried over, and updates the parameters with its gradients."""
+    state, own, _ = _finished(config, config.plan_for(state.params, None), state, own)
+    return state, own
+
+
+def _finished(
+    config: StepConfig, base: BucketPlan, state: Replicated, own: Own
+) -> tuple[Replicated, Own, jax.Array | None]:
+    """The same, and a token: it exists once everything that was carried over has crossed."""
+    if state.carried is None:
+        return state, own, None
+    reduced, token = carry.cross(config.wire, base, own.carried)
+    reduced |= carry.by_leaf(base, state.carried.reduced)
+    before = select_trainable(base, state.params)
+    moved, opt_state = _updated(config, base, before, state.opt_state, reduced, state.carried.loss)
+    params = merge_frozen(base, moved, state.params)
+    new = Replicated(state.step + 1, params, opt_state, state.model_state, state.rng)
+    return new, own._replace(carried=()), token
+
+
+def _updated(
+    config: StepConfig,
+    base: BucketPlan,
+    before: Any,
+    opt_state: Any,
+    reduced: Mapping[int, Any],
+    loss: jax.Array,
+) -> tuple[Any, Any]:
+    """The trainable parameters ``before`` and the optimizer's state, after its update with ``reduced``."""
+    updates, opt_state = optax.with_extra_args_support(config.optimizer).update(
+        carry.tree_of(base, reduced), opt_state, before, value=loss
+    )
+    return optax.apply_updates(before, updates), opt_state
 
 
 def _with_held(

@@ -16,6 +16,8 @@ from fdp.agree import once as agree_once
 from fdp.birth import Born
 from fdp.checks import (
     check_arguments,
+    check_can_carry,
+    check_carry_over,
     check_flags,
     check_init,
     check_mesh,
@@ -35,7 +37,14 @@ from fdp.plan import DEFAULT_FIRST_BUCKET_BYTES, BucketPlan, plan_buckets
 from fdp.schedules import Schedule
 from fdp.start import initial_state
 from fdp.state import StepInfo, TrainState
-from fdp.step import Own, Replicated, StepConfig, synced_step, unsynced_step
+from fdp.step import (
+    StepConfig,
+    finish_step,
+    join_state,
+    split_state,
+    synced_step,
+    unsynced_step,
+)
 from fdp.wire import make_wire
 
 
@@ -58,6 +67,8 @@ class Trainer(NamedTuple):
       mesh: the mesh it runs on.
       axis_name: the axis (or axes) it reduces over.
       config: what the steps close over; for ``fdp.log_data``.
+      finish: ``state -> state``: with ``carry_over``, ends the last step: reduces what it carried over and updates the
+        parameters. The state it is given stays usable: train on from either. Where nothing is carried, ``state``.
     """
 
     init: Callable[..., TrainState]
@@ -69,6 +80,7 @@ class Trainer(NamedTuple):
     mesh: Mesh
     axis_name: AxisName
     config: StepConfig
+    finish: Callable[[TrainState], TrainState]
 
 
 def data_parallel(
@@ -100,6 +112,7 @@ def data_parallel(
     count_nonfinite: bool = False,
     rng_per_replica: bool = True,
     compiler_options: Mapping[str, str] | None = None,
+    carry_over: int = 0,
 ) -> Trainer:
     """Builds a data parallel trainer.
 
@@ -151,6 +164,12 @@ def data_parallel(
         ``fold_in(rng, example_id)``, numbers do not depend on how many replicas and microbatches there are.
       compiler_options: XLA options for the compiled step; ``suggested_compiler_options`` for platform, schedule and
         packing if not given, those that the compiler knows. ``{}`` asks for none.
+      carry_over: so many buckets cross in the next step, beneath its forward pass, where the wire is idle otherwise;
+        see ``fdp.carry`` for which. The training is the same: each step finishes the last one's update before its
+        forward pass reads a parameter. Between steps ``state.params`` and ``state.step`` are one update behind, what is
+        missing is ``state.carried``, a gradient more in memory; ``finish`` before you save or evaluate. An optimizer
+        that looks at all gradients at once (``clip_by_global_norm``) makes the forward pass wait for all of them. With
+        one replica nothing is carried.
 
     Returns:
       A ``Trainer``.
@@ -171,6 +190,7 @@ def data_parallel(
       (1.0, 1)
     """
     check_arguments(loss_fn, optimizer, via, num_microbatches, plan, compiler_options)
+    check_carry_over(carry_over, weighted=weighted, unused=unused, mean_over=mean_over)
     check_options(weighted, op, unused, mean_over, has_model_state, model_state_policy)
     check_flags(
         has_aux=has_aux,
@@ -231,6 +251,7 @@ def data_parallel(
         model_state_policy=model_state_policy,
         count_nonfinite=count_nonfinite,
         rng_per_replica=rng_per_replica,
+        carry_over=carry_over if replicas > 1 else 0,
     )
 
     def synced(config: StepConfig) -> drivers.ReplicaFn:
@@ -243,6 +264,9 @@ def data_parallel(
     def unsynced(replicated: Any, own: Any, unreduced: Any, batch: Any) -> Any:
         return (), unsynced_step(config, replicated, own, unreduced, batch)
 
+    def finishing(replicated: Any, own: Any, unreduced: Any, batch: Any) -> Any:
+        return finish_step(config, replicated, own)
+
     # The held-back gradients of a synced step have no output to live on in, the replicated state of an unsynced one
     # is not changed: donating either would only draw a warning, or take the parameters away.
     def driver(fn: drivers.ReplicaFn, donate: tuple[int, ...]) -> drivers.Driver:
@@ -254,6 +278,7 @@ def data_parallel(
 
     synced_driver = driver(synced(config), donate=(0, 1))
     unsynced_driver = driver(unsynced, donate=(2,))
+    finish_driver = driver(finishing, donate=())
 
     def arguments(state: TrainState, batch: Any) -> tuple[Any, Any, Any, Any]:
         check_state(state, count)
@@ -262,11 +287,7 @@ def data_parallel(
             batch = drivers.split_over_replicas(batch, share)
         else:
             batch = global_batch(batch, mesh, axis_name)
-        replicated = Replicated(
-            state.step, state.params, state.opt_state, state.model_state, state.rng
-        )
-        own = Own(state.hook_state, state.local_model_state)
-        return replicated, own, state.unreduced, batch
+        return *split_state(state), state.unreduced, batch
 
     def facts(driver: drivers.Driver, state: TrainState, batch: Any) -> dict[str, Any]:
         return {
@@ -284,15 +305,17 @@ def data_parallel(
         given = arguments(state, batch)
         agree_first("train_step", given, lambda: facts(synced_driver, state, batch))
         (new, info), (own, nonfinite) = synced_driver.run(*given)
-        new_state = TrainState(
-            *new,
-            hook_state=own.hook_state,
-            unreduced=None,
-            local_model_state=own.model_state,
-        )
-        return new_state, info._replace(nonfinite=nonfinite)
+        return join_state(new, own, None), info._replace(nonfinite=nonfinite)
+
+    def finish(state: TrainState) -> TrainState:
+        check_state(state, count)
+        if state.carried is None:
+            return state
+        new, own = finish_driver.run(*split_state(state), None, None)
+        return join_state(new, own, state.unreduced)
 
     def no_sync_step(state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
+        state = finish(state)
         given = arguments(state, batch)
         agree_first("no_sync_step", given, lambda: facts(unsynced_driver, state, batch))
         _, (unreduced, info) = unsynced_driver.run(*given)
@@ -305,7 +328,7 @@ def data_parallel(
         check_init(has_model_state, model_state, has_rng, rng)
         given = {"params": params, "model_state": model_state, "rng": rng}
         the_plan = plan_for(params, None)
-        return initial_state(
+        state = initial_state(
             given,
             the_plan,
             optimizer,
@@ -316,6 +339,8 @@ def data_parallel(
             count,
             unused,
         )
+        check_can_carry(carry_over, the_wire.hook.name, state.hook_state)
+        return state
 
     def traced(state: TrainState, batch: Any) -> Born:
         recorded: list[Born] = []
@@ -329,4 +354,6 @@ def data_parallel(
     def explain(state: TrainState, batch: Any) -> str:
         return birth.explain(traced(state, batch))
 
-    return Trainer(init, train_step, no_sync_step, lower, plan_of, explain, mesh, axis_name, config)
+    return Trainer(
+        init, train_step, no_sync_step, lower, plan_of, explain, mesh, axis_name, config, finish
+    )

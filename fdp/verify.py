@@ -105,6 +105,8 @@ def diverged_replicas(
     """The leaves of ``tree`` whose replicas differ, the same in every process; see ``check_replicas``."""
     if isinstance(tree, TrainState):
         tree = tree._replace(**{name: None for name in _PER_REPLICA if name in tree._fields})
+        if tree.carried is not None:
+            tree = tree._replace(carried=tree.carried._replace(unreduced=()))
     with_paths = jax.tree_util.tree_leaves_with_path(tree)
     paths = [path_string(path) for path, _ in with_paths]
     leaves = [_array(leaf, path) for path, (_, leaf) in zip(paths, with_paths, strict=True)]

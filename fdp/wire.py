@@ -93,6 +93,7 @@ def send(
     sent: Sent,
     *,
     after: jax.Array | None = None,
+    used_at_once: bool = False,
 ) -> Sent:
     """Launches in order, from where ``sent`` stands, as long as all gradients of a launch are there.
 
@@ -102,6 +103,8 @@ def send(
       gradients: leaf index -> this replica's gradient, for the leaves that exist by now.
       sent: what previous calls have sent; ``nothing_sent(states)`` at first.
       after: token that launches wait for which wait for no launch of this call.
+      used_at_once: whether something waits for each bucket, rather than for all. On CPU, memory is not held on to then:
+        what is reduced would not be usable before the last is.
 
     Returns:
       ``sent``, and what was launched now.
@@ -110,6 +113,7 @@ def send(
     reduced, tokens, states = dict(sent.reduced), list(sent.tokens), list(sent.states)
     here = len(tokens)
     overlaps = not any(launch.after_backward for launch in launches)
+    holds_on = overlaps and not used_at_once
     gave: list[Sequence[jax.Array]] = []  # of each launch of this call: what crossed the axis
     got: list[Sequence[jax.Array]] = []  # and what came back
     ends: list[jax.Array | None] = []  # tokens of launches that no later one waits for
@@ -129,7 +133,7 @@ def send(
         view = BucketView(bucket, k, k == len(launches) - 1, wire.axis_name, size, wire.op)
         passed = None
         if overlaps and compat.platform() == "cpu":
-            before = _all_before(launches, k) if is_end else ()
+            before = _all_before(launches, k) if is_end and holds_on else ()
             earlier = [buffer for j in before if j >= here for buffer in gave[j - here]]
             (out, states[k]), crossed = _reduce_kept(
                 wire.hook, buffers, states[k], view, token, earlier
@@ -149,7 +153,7 @@ def send(
         if is_end:
             ends.append(tokens[-1])
     for launch, token, out in zip(launches[here:], tokens[here:], got, strict=False):
-        if overlaps and not any(token is end for end in ends):
+        if holds_on and not any(token is end for end in ends):
             out = dependency.keep(out, dependency.join(ends))
         unpacked = wire.packing.unpack(launch.bucket, tuple(out))
         reduced.update(zip(launch.bucket.leaf_indices, unpacked, strict=True))

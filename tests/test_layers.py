@@ -24,6 +24,7 @@ LAYERS = (
     ("replicate", "data", "verify"),
     ("hooks", "drivers", "options"),
     ("outcome", "model_state", "wire", "intercept", "checks", "agree"),
+    ("carry",),
     ("used", "birth", "reduce", "defaults"),
     ("grad", "backward", "step"),
     ("start",),
