@@ -58,6 +58,15 @@ def test_step_times_are_compared():
     assert compared["fdp"] == "fdp:ordered,cap=5,window=1"
     assert compared["fdp_over_torch"] == pytest.approx(7.2 / 4.4, abs=1e-4)
     assert compared["fdp_faster"] is False
+    assert "carrying" not in compared
+    carrying = t1_step_time.summarize(result(TIMES | {"fdp:ordered,cap=5,carry=3": 4.0}))
+    assert carrying["compared"] | {"carrying": None} == compared | {"carrying": None}
+    assert carrying["compared"]["carrying"] == {
+        "fdp": "fdp:ordered,cap=5,carry=3",
+        "fdp_over_torch": pytest.approx(4.0 / 4.4, abs=1e-4),
+        "fdp_faster": True,
+        "serialized_removed": 0.5,
+    }
     assert compared["serialized_removed"] == pytest.approx(0.1)
     assert compared["same_twice"] == {
         "torch:cap=25,view=on and torch:ddp,cap=25,view=on": pytest.approx(0.005, abs=1e-4)
@@ -103,6 +112,14 @@ def test_breakdown_adds_up_to_the_step():
     tops = [max(p.get_y() + p.get_height() for p in axes.patches[i : i + 4]) for i in (0, 4, 8, 12)]
     assert tops == pytest.approx([1.0, 0.8, 1.0, 0.875])
     assert "0.875" in texts(figure)
+    times = {"torch": 4.0, "fdp:ordered": 7.0, "fdp:carry=2": 5.0, "fdp:carry=4": 6.0}
+    carried = fig06_breakdown.summarize(
+        result(times | {"fdp:serialized": 8.0}) | {"parts": made["parts"]},
+        {"fdp": ["fdp:ordered"]},
+        {"fdp": "fdp:serialized"},
+        ["fdp:carry=2", "fdp:carry=4"],
+    )["bars"]["fdp, carried over"]
+    assert (carried["way"], carried["of_serialized"]) == ("fdp:carry=2", 0.625)
     assert "exposed communication" in texts(figure)
 
 

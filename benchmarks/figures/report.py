@@ -38,12 +38,20 @@ def of(results: Results, name: str) -> list[tuple[str, Mapping[str, Any]]]:
     return [(key, found) for key, found in results.items() if key.startswith(name)]
 
 
-def best_of(result: Mapping[str, Any], who: str) -> tuple[str, Mapping[str, Any]] | None:
-    """The fastest way of "torch", "jax" or "fdp" that communicates and overlaps what it can."""
+def best_of(
+    result: Mapping[str, Any], who: str, *, carrying: bool = False
+) -> tuple[str, Mapping[str, Any]] | None:
+    """The fastest way of "torch", "jax" or "fdp" that communicates and overlaps what it can.
+
+    ``carrying``: of those that leave buckets to the next step, rather than of those that do not.
+    """
     names = [
         name
         for name, way in result["ways"].items()
-        if drawing.who(name) == who and way["communicates"] and "serialized" not in name
+        if drawing.who(name) == who
+        and way["communicates"]
+        and "serialized" not in name
+        and ("carry" in name) == carrying
     ]
     if not names:
         return None
@@ -51,13 +59,14 @@ def best_of(result: Mapping[str, Any], who: str) -> tuple[str, Mapping[str, Any]
     return name, result["ways"][name]
 
 
-def verdict(result: Mapping[str, Any]) -> str:
+def verdict(result: Mapping[str, Any], *, carrying: bool = False) -> str:
     """fdp's best against DDP's best."""
-    torch, ours = best_of(result, "torch"), best_of(result, "fdp")
+    torch, ours = best_of(result, "torch"), best_of(result, "fdp", carrying=carrying)
     if torch is None or ours is None:
         return "-"
     said = f"{100 * (ours[1]['median_s'] / torch[1]['median_s'] - 1):+.1f} %"
     known = result.get("compared") or {}
+    known = known.get("carrying", {}) if carrying else known
     faster = known["fdp_faster"] if "fdp_faster" in known else compare.faster(ours[1], torch[1])
     return said if faster is not None else f"{said}, not separated"
 
@@ -71,6 +80,7 @@ def short(results: Results) -> str:
     for _, result in found:
         limits = {who: result["limits"].get(who, {}) for who in ("torch", "jax")}
         best = {who: best_of(result, who) for who in ("jax", "torch", "fdp")}
+        carried = best_of(result, "fdp", carrying=True)
         rows.append(
             [
                 model_of(result),
@@ -78,6 +88,8 @@ def short(results: Results) -> str:
                 seconds(limits["jax"].get("wire_s")),
                 *("-" if way is None else seconds(way[1]["median_s"]) for way in best.values()),
                 verdict(result),
+                "-" if carried is None else seconds(carried[1]["median_s"]),
+                verdict(result, carrying=True),
                 *(seconds(limit.get("step_boundary_s")) for limit in limits.values()),
             ]
         )
@@ -90,6 +102,8 @@ def short(results: Results) -> str:
         "PyTorch DDP",
         "fdp",
         "fdp against DDP",
+        "fdp, carry_over",
+        "carry_over against DDP",
         "limit, torch",
         "limit, JAX",
     )
@@ -137,6 +151,10 @@ def steps(result: Mapping[str, Any]) -> str:
         f"{seconds(x['overall_s'])}."
         for framework, x in result["limits"].items()
     ]
+    if any("carry" in name for name in result["ways"]):
+        said.append(
+            "Ways with carry leave buckets to the next step: no step boundary limits them, max(compute, wire) does."
+        )
     twice = (result.get("compared") or {}).get("same_twice", {})
     if twice:
         apart = max(twice.values())

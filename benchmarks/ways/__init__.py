@@ -8,7 +8,7 @@
     jax:auto                  jit with automatic sharding; option combiner
     jax:none                  jax:pmean without the pmean
     fdp, fdp:ordered          fdp; options cap=MiB, first=MiB (the same as cap), window=N, pack=flat|leaves,
-                              via=shard_map|pmap
+                              via=shard_map|pmap, carry=N (carry_over)
     fdp:serialized            the same with another schedule, without window; also fdp:fused, fdp:unordered
     fdp:none                  fdp's trainer with this rank alone on its mesh
 

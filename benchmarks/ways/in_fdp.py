@@ -24,6 +24,7 @@ KNOWN = spec.Known(
         "first": spec.mebibytes,
         "window": spec.whole,
         "pack": spec.choice("flat", "leaves"),
+        "carry": spec.whole,
         "via": spec.choice("shard_map", "pmap"),
     },
     words=("ordered", "serialized", "fused", "unordered", "none"),
@@ -58,7 +59,7 @@ def build(asked: spec.Spec, setting: Setting) -> Way:
         made = getattr(fdp.schedules, kind)
         schedule = made() if window is None else made(window=window)
         mesh = setting.mesh
-    pack = options.pop("pack", None)
+    pack, carry = options.pop("pack", None), options.pop("carry", 0)
     pair = setting.pair
     trainer = fdp.data_parallel(
         pair.loss_fn,
@@ -68,6 +69,7 @@ def build(asked: spec.Spec, setting: Setting) -> Way:
         schedule=schedule,
         pack=None if pack is None else getattr(fdp.pack, pack)(),
         has_model_state=pair.has_model_state,
+        carry_over=carry,
         **sizes,
         **options,
     )
@@ -98,7 +100,7 @@ def build(asked: spec.Spec, setting: Setting) -> Way:
         init=init,
         step=step,
         wait=wait_for_jax,
-        params=lambda state: convert.named(first_copy(state.params)),
+        params=lambda state: convert.named(first_copy(trainer.finish(state).params)),
         no_sync_step=no_sync_step,
     )
 
