@@ -5,11 +5,12 @@
     step t+1                                               | forward ........ | backward ...
     wire                                                   |   c  f
 
-A step that must end with all its gradients reduced leaves the wire idle during the next forward pass. But a parameter is
-needed only where the forward pass reads it: its bucket may arrive as late as that. Which buckets are carried decides
+A step that must end with all its gradients reduced leaves the wire idle during the next forward pass. But a parameter
+is needed only where the forward pass reads it: its bucket may arrive as late as that. Which buckets are carried decides
 what is gained. The first to be ready must not be: with them the wire starts early in the backward pass. The last to be
 ready, the first layers, are needed at once, and the forward pass would stand still for them. So they are taken evenly
-from all others, and cross in the order in which the forward pass needs them, about as fast as it gets there.
+from all others, and cross in the order in which the forward pass needs them, about as fast as it gets there. Tried and
+slower: to carry the last to be ready (`benchmarks/NOTES.md`).
 """
 
 from __future__ import annotations

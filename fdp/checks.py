@@ -103,8 +103,8 @@ def check_can_carry(carry_over: int, hook: str, hook_state: Any) -> None:
     """Raises ValueError where a hook's state belongs to all buckets of a step, and some are to be carried over."""
     if carry_over and jax.tree.leaves(hook_state):
         raise ValueError(
-            f"expected a hook without state with carry_over={carry_over}, got {hook!r}, which keeps one for each bucket "
-            "of a step: use another hook, or leave carry_over out."
+            f"expected a hook without state with carry_over={carry_over}, got {hook!r}, which keeps one for each "
+            "bucket of a step: use another hook, or leave carry_over out."
         )
 
 

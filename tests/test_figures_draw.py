@@ -180,6 +180,12 @@ def test_models_are_shortened():
     assert drawing.short("resnet50:pixels=64") == "resnet50:pixels=64"
 
 
+def test_a_long_name_does_not_run_out_of_the_picture():
+    long = {"model": "bert:length=128,layers=12,width=768,heads=12,words=30522,places=512"}
+    assert max(map(len, drawing.about(result(TIMES) | long).splitlines())) <= 90
+    assert "\n" not in drawing.about(result(TIMES))
+
+
 @pytest.mark.parametrize("module", [t1_step_time, fig06_breakdown, fig07_bucket_cap, fig12_windows])
 def test_wrong_use_is_one_line_and_nothing_starts(module, tmp_path, capsys):
     for arguments, message in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -93,6 +94,7 @@ def about(result: Mapping[str, Any]) -> str:
     said = (
         f"{short(result['model'])}, batch {result['batch']} a rank, {result['ranks']} ranks, {rate}"
     )
+    said = textwrap.fill(said, 90, break_long_words=False, break_on_hyphens=False)
     if result.get("quick"):
         said += "\n(quick: sizes too small to compare)"
     return said if result.get("complete", True) else said + "\n(incomplete)"
