@@ -60,7 +60,9 @@ class Trainer(NamedTuple):
       no_sync_step: ``(state, batch) -> (TrainState, StepInfo)``. Computes gradients and holds them back on each
         replica; no communication. The next ``train_step`` reduces their sum together with its own and updates once, as
         torch's ``no_sync`` does: gradients are added, not averaged, over the steps of the window.
-      lower: ``(state, batch, *, sync=True) -> jax.stages.Lowered`` of ``train_step`` (or ``no_sync_step``).
+      lower: ``(state, batch, *, sync=True) -> jax.stages.Lowered`` of ``train_step`` (or ``no_sync_step``). With
+        ``carry_over`` the first step is another program than those behind it, of which the state is
+        ``jax.eval_shape(train_step, state, batch)[0]``.
       plan: ``(state, batch) -> BucketPlan`` that ``train_step`` uses for such arguments. Traces, runs nothing.
       explain: ``(state, batch) -> str``: that plan as a table, and which gradients are reduced inside loops, or why
         not.
