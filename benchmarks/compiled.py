@@ -67,6 +67,7 @@ def measured(compiled: jax.stages.Compiled) -> dict[str, Any]:
         "temp_bytes": report.temp_bytes,
         "bytes_accessed": report.bytes_accessed,
         "bytes_accessed_from": report.bytes_accessed_source,
+        "bytes_in_text": report.bytes_in_text,
         "schedules": dict(report.schedules),
     }
 
@@ -97,7 +98,7 @@ def compare(name: str, target: str, rounds: int, cap: int | None) -> list[dict[s
         row["trace_and_lower_s"] = [round(s, 2) for s in traced[way]]
         pairs = zip(seconds[way], seconds["pmean"], strict=True)
         row["compile_to_pmean"] = round(statistics.median(a / b for a, b in pairs), 3)
-        for key in ("temp_bytes", "bytes_accessed"):
+        for key in ("temp_bytes", "bytes_accessed", "bytes_in_text"):
             row[f"{key}_to_pmean"] = round(row[key] / base[key], 3) if base[key] else None
         print(line(row), flush=True)
     return list(rows.values())
@@ -105,7 +106,7 @@ def compare(name: str, target: str, rounds: int, cap: int | None) -> list[dict[s
 
 HEADER = (
     f"{'model':20} {'target':9} {'way':13} {'sent':>4} {'hidden':>6} {'of bytes':>8} "
-    f"{'temp MB':>8} {'':>6} {'traffic GB':>10} {'':>6} {'compile s':>9} {'':>6}"
+    f"{'temp MB':>8} {'':>6} {'traffic GB':>10} {'':>6} {'in text':>7} {'compile s':>9} {'':>6}"
 )
 
 
@@ -115,8 +116,8 @@ def line(row: dict[str, Any]) -> str:
         f"{row['model']:20} {row['target']:9} {row['way']:13} {row['all_reduces']:>4} {row['beside_matmuls']:>6} "
         f"{row['bytes_beside_matmuls'] / max(row['bytes'], 1):>8.0%} {row['temp_bytes'] / 1e6:>8.1f} "
         f"{row['temp_bytes_to_pmean'] or '':>6} {row['bytes_accessed'] / 1e9:>10.3f} "
-        f"{row['bytes_accessed_to_pmean']:>6.3f} {statistics.median(row['compile_s']):>9.1f} "
-        f"{row['compile_to_pmean']:>6.2f}"
+        f"{row['bytes_accessed_to_pmean']:>6.3f} {row['bytes_in_text_to_pmean']:>7.3f} "
+        f"{statistics.median(row['compile_s']):>9.1f} {row['compile_to_pmean']:>6.2f}"
     )
 
 

@@ -120,6 +120,8 @@ def test_memory_comes_with_a_compiled_function(mesh):
     assert found.peak_bytes > 0
     assert found.bytes_accessed == compiled.cost_analysis()["bytes accessed"]
     assert found.bytes_accessed_source == "XLA"
+    assert f"{found.bytes_accessed:,} (XLA), {found.bytes_in_text:,} (text)" in str(found)
+    assert found.bytes_in_text == report(compiled.as_text()).bytes_accessed
     assert "8 x cpu" in str(found)
 
 

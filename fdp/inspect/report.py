@@ -35,6 +35,8 @@ class Report:
       bytes_accessed: in device memory in one step, as ``bytes_accessed_source`` counts them.
       bytes_accessed_source: ``"XLA"`` (``compiled.cost_analysis()``, loop bodies once), or ``"text"`` where XLA does
         not tell (GPU compiles without the hardware): operands and results of every instruction, loops in full.
+      bytes_in_text: the latter on every platform, without collectives, which are charged to the wire. XLA's number for
+        a TPU has on-chip memory in it, through which a collective woven into many fusions is handed on and on.
       matmul_flops: of matrix products and convolutions in one step.
     """
 
@@ -49,6 +51,7 @@ class Report:
     peak_bytes: int | None
     bytes_accessed: int
     bytes_accessed_source: str
+    bytes_in_text: int
     matmul_flops: int
 
     @property
@@ -89,6 +92,7 @@ class Report:
             if all(c.runs is not None for c in self.collectives)
             else " (or more: a loop of unknown length)"
         )
+        counted = "" if self.bytes_accessed_source == "text" else f", {self.bytes_in_text:,} (text)"
         rows = [
             ("program for", f"{self.device_count} x {self.device_kind or self.platform}"),
             (
@@ -99,7 +103,7 @@ class Report:
             ("matmuls", f"{self.matmul_flops / 1e9:,.2f} GFLOP a step and device"),
             ("temp memory", _bytes(self.temp_bytes)),
             ("peak memory", _bytes(self.peak_bytes)),
-            ("bytes accessed", f"{self.bytes_accessed:,} ({self.bytes_accessed_source})"),
+            ("bytes accessed", f"{self.bytes_accessed:,} ({self.bytes_accessed_source}){counted}"),
         ]
         return "\n".join(f"{name:<15}{value}" for name, value in rows)
 
@@ -216,6 +220,7 @@ def report(program: Any, plan: BucketPlan | None = None, *args: Any, **kwargs: A
         peak_bytes=getattr(loaded.memory, "peak_memory_in_bytes", None),
         bytes_accessed=total.nbytes if accessed is None else int(accessed),
         bytes_accessed_source="text" if accessed is None else "XLA",
+        bytes_in_text=total.nbytes,
         matmul_flops=total.flops,
     )
 
