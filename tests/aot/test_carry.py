@@ -11,7 +11,7 @@ from fdp import carry
 
 LAYERS, WIDTH = 20, 512
 CAP = WIDTH * WIDTH * 4
-CARRIED = 4
+CARRIED = 2  # of 20: a forward pass of layers as small as these hides no more on H100s
 
 
 @pytest.fixture(scope="module", params=["h100:8", "v5e:2x4"])
