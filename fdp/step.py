@@ -72,10 +72,18 @@ def split_state(state: TrainState) -> tuple[Replicated, Own]:
 
 def join_state(replicated: Replicated, own: Own, unreduced: Unreduced | None) -> TrainState:
     """The state that ``split_state`` takes apart, and ``unreduced``."""
-    *same, carried = replicated
-    if carried is not None:
-        carried = carried._replace(unreduced=own.carried)
-    return TrainState(*same, own.hook_state, unreduced, own.model_state, carried)
+    carried = replicated.carried
+    return TrainState(
+        replicated.step,
+        replicated.params,
+        replicated.opt_state,
+        replicated.model_state,
+        replicated.rng,
+        own.hook_state,
+        unreduced,
+        own.model_state,
+        None if carried is None else carried._replace(unreduced=own.carried),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
