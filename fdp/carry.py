@@ -38,12 +38,16 @@ def choose(plan: BucketPlan, count: int) -> tuple[Bucket, ...]:
     return tuple(plan.buckets[last + 1 + -j * last // count] for j in range(1, count + 1))
 
 
-def trees(
-    plan: BucketPlan, gradients: Mapping[int, jax.Array], buckets: Sequence[Bucket]
-) -> tuple[Any, ...]:
-    """One tree a bucket, structured like the params, None in place of every leaf of another bucket."""
+def buckets_of(
+    gradients: Mapping[int, jax.Array], buckets: Sequence[Bucket]
+) -> tuple[dict[str, jax.Array], ...]:
+    """Each bucket's gradients, by their place in the bucket and the leaf's index: ``"0003_17"``.
+
+    A dict is sorted by its keys, and the place in a flat buffer decides in which order a ring adds up.
+    """
     return tuple(
-        tree_of(plan, {i: gradients[i] for i in bucket.leaf_indices}) for bucket in buckets
+        {f"{place:04}_{i}": gradients[i] for place, i in enumerate(bucket.leaf_indices)}
+        for bucket in buckets
     )
 
 
@@ -59,24 +63,50 @@ def by_leaf(plan: BucketPlan, tree: Any) -> dict[int, jax.Array]:
 
 
 def cross(
-    the_wire: Wire, plan: BucketPlan, unreduced: Sequence[Any]
+    the_wire: Wire, plan: BucketPlan, unreduced: Sequence[Mapping[str, jax.Array]]
 ) -> tuple[dict[int, jax.Array], jax.Array | None]:
     """Reduces what the last step carried over.
 
     Args:
       the_wire: how; its hook has no state.
       plan: any plan of the params.
-      unreduced: as ``trees`` returned it.
+      unreduced: as ``buckets_of`` returned it.
 
     Returns:
       Reduced gradients by leaf index, and a token: it exists once all of them do.
     """
-    buckets = [by_leaf(plan, tree) for tree in unreduced]
+    places = [[int(key.partition("_")[2]) for key in sorted(bucket)] for bucket in unreduced]
     carried = dataclasses.replace(
-        plan, buckets=tuple(make_bucket(plan.leaves, tuple(bucket)) for bucket in buckets)
+        plan, buckets=tuple(make_bucket(plan.leaves, indices) for indices in places)
     )
     launches = schedules.check_launches(the_wire.schedule, carried)
     states = tuple(the_wire.hook.init(launch.bucket) for launch in launches)
-    gradients = {i: g for bucket in buckets for i, g in bucket.items()}
+    gradients = {
+        i: bucket[key]
+        for bucket, indices in zip(unreduced, places, strict=True)
+        for key, i in zip(sorted(bucket), indices, strict=True)
+    }
     sent = wire.send(the_wire, launches, gradients, wire.nothing_sent(states), used_at_once=True)
     return sent.reduced, sent.token
+
+
+def check_carried(plan: BucketPlan, reduced: Any, unreduced: Sequence[Mapping[str, Any]]) -> None:
+    """Whether a state carries one gradient for each leaf that is trained.
+
+    Raises:
+      ValueError: it was carried by a trainer of other params, or of another ``trainable=``; names the first leaf.
+    """
+    found = [int(key.partition("_")[2]) for bucket in unreduced for key in bucket]
+    try:
+        found += by_leaf(plan, reduced)
+    except ValueError:  # another structure altogether
+        found = []
+    planned = {i for i, leaf in enumerate(plan.leaves) if leaf.planned}
+    wrong = sorted(planned.symmetric_difference(found))
+    if wrong:
+        path = plan.leaves[wrong[0]].path if wrong[0] < len(plan.leaves) else f"leaf {wrong[0]}"
+        has, needs = ("none", "one") if wrong[0] in planned else ("one", "none")
+        raise ValueError(
+            f"expected state.carried to hold a gradient for each leaf that this trainer trains, but at {path!r} it has "
+            f"{has} and needs {needs}: end the step with finish(state) of the trainer that made it."
+        )

@@ -178,6 +178,9 @@ def _times(
         own, info = trainer.train_step(own, batch)
         return own, info
 
+    if config.carry_over:  # the first step is another program than those behind it
+        step()
+        state = trainer.finish(state)  # or every no-sync step would
     whole = _median(step, steps)
     compute = _median(lambda: trainer.no_sync_step(state, batch), steps)
     forward, communication = (

@@ -32,13 +32,13 @@ class Carried(NamedTuple):
     Attributes:
       loss: the loss that they are of, replicated: for optimizers that are given it.
       reduced: those that have crossed the axis, replicated, structured like the params; None in place of the others.
-      unreduced: those that have not: one tree a bucket, in the order in which they will cross,
-        ``[replicas, *leaf shape]``.
+      unreduced: those that have not: a dict a bucket, in the order in which they will cross, by place in the bucket and
+        index of the leaf: ``{"0000_17": [replicas, *leaf shape], ...}``.
     """
 
     loss: jax.Array
     reduced: Any
-    unreduced: tuple[Any, ...]
+    unreduced: tuple[dict[str, jax.Array], ...]
 
 
 class TrainState(NamedTuple):

@@ -185,7 +185,7 @@ def synced_step(
     if config.carry_over:
         here = Carried(total.loss, carry.tree_of(base, reduced), ())
         new = state._replace(model_state=total.model_state, carried=here)
-        new_own = new_own._replace(carried=carry.trees(base, born.grads, born.carried))
+        new_own = new_own._replace(carried=carry.buckets_of(born.grads, born.carried))
     else:
         # Fused with an operation of the backward that reads the same parameter, an update makes that operation wait.
         before = dependency.detach(select_trainable(base, state.params))
@@ -231,7 +231,9 @@ def unsynced_step(
 
 def finish_step(config: StepConfig, state: Replicated, own: Own) -> tuple[Replicated, Own]:
     """Reduces what the last step carried over, and updates the parameters with its gradients."""
-    state, own, _ = _finished(config, config.plan_for(state.params, None), state, own)
+    base = config.plan_for(state.params, None)
+    check_opt_state(config.optimizer, select_trainable(base, state.params), state.opt_state)
+    state, own, _ = _finished(config, base, state, own)
     return state, own
 
 
@@ -241,10 +243,15 @@ def _finished(
     """The same, and a token: it exists once everything that was carried over has crossed."""
     if state.carried is None:
         return state, own, None
+    carry.check_carried(base, state.carried.reduced, own.carried)
     reduced, token = carry.cross(config.wire, base, own.carried)
     reduced |= carry.by_leaf(base, state.carried.reduced)
     before = select_trainable(base, state.params)
     moved, opt_state = _updated(config, base, before, state.opt_state, reduced, state.carried.loss)
+    # As the step's own outputs are: XLA would let the forward pass read 16-bit parameters before they are rounded.
+    moved = jax.tree.map(
+        lambda x: lax.optimization_barrier(x) if x.dtype.itemsize < 4 else x, moved
+    )
     params = merge_frozen(base, moved, state.params)
     new = Replicated(state.step + 1, params, opt_state, state.model_state, state.rng)
     return new, own._replace(carried=()), token

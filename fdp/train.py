@@ -70,7 +70,8 @@ class Trainer(NamedTuple):
       axis_name: the axis (or axes) it reduces over.
       config: what the steps close over; for ``fdp.log_data``.
       finish: ``state -> state``: with ``carry_over``, ends the last step: reduces what it carried over and updates the
-        parameters. The state it is given stays usable: train on from either. Where nothing is carried, ``state``.
+        parameters. All processes call it. The state it is given stays usable: train on from either. Where nothing is
+        carried, ``state`` itself, which the next ``train_step`` consumes.
     """
 
     init: Callable[..., TrainState]
@@ -171,7 +172,8 @@ def data_parallel(
         forward pass reads a parameter. Between steps ``state.params`` and ``state.step`` are one update behind, what is
         missing is ``state.carried``, a gradient more in memory; ``finish`` before you save or evaluate. An optimizer
         that looks at all gradients at once (``clip_by_global_norm``) makes the forward pass wait for all of them. With
-        one replica nothing is carried.
+        one replica nothing is carried. In ``lax.scan``, start behind the first step: the state's structure changes. A
+        hook that goes by ``BucketView.index`` or ``is_last`` sees two rows of buckets a step, first those carried over.
 
     Returns:
       A ``Trainer``.

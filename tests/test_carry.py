@@ -91,6 +91,76 @@ def test_whatever_else_is_asked_for(options):
     equal(trainer.finish(state), expected)
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_16_bit_parameters_are_rounded_before_the_forward_pass_reads_them(exact):
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), mlp_params())
+    params["layer_1"] = mlp_params()["layer_1"]
+    options = {"compiler_options": {"xla_allow_excess_precision": False}} if exact else {}
+    expected, losses = run(small(**options), params=params)
+    trainer = small(**options, carry_over=2)
+    state, found = run(trainer, params=params)
+    np.testing.assert_allclose(found, losses, rtol=0 if exact else 1e-6)
+    finished = trainer.finish(state)
+    if exact:
+        equal(finished, expected)
+    assert relative_difference(finished.params, expected.params) < 1e-3
+
+
+def test_a_bucket_crosses_in_its_own_order():
+    """The place in a flat buffer decides in which order a ring adds up, and what a hook puts together."""
+
+    def bundle(seen):
+        def reduce(buffers, state, view):
+            seen.append(view.bucket.leaf_indices)
+            return fdp.hooks.all_reduce().reduce(buffers, state, view)
+
+        return fdp.hooks.CommHook("seen", fdp.hooks.all_reduce().init, reduce)
+
+    seen = []
+    sizes = {"bucket_bytes": 1300, "first_bucket_bytes": 300}
+    trainer = small(**sizes, hook=bundle(seen), carry_over=2)
+    state, _ = run(trainer, DATA[:1])
+    plan = trainer.plan(state, DATA[0])
+    seen.clear()
+    trainer.train_step(state, DATA[1])
+    chosen = [bucket.leaf_indices for bucket in carry.choose(plan, 2)]
+    assert seen[:2] == chosen
+    assert any(list(indices) != sorted(indices) for indices in chosen)
+
+
+def test_a_carried_gradient_of_another_trainer_is_named():
+    state, _ = run(small(carry_over=2), DATA[:1])
+    frozen = small(optax.sgd(0.1), trainable=lambda path, leaf: "bias" not in path, carry_over=2)
+    state = state._replace(opt_state=frozen.init(mlp_params()).opt_state)
+    for call in (frozen.finish, lambda s: frozen.train_step(s, DATA[1])):
+        with pytest.raises(
+            ValueError,
+            match=r"state.carried to hold .* at 'layer_1/bias' it has one and needs none",
+        ):
+            call(state)
+    other = small(optax.adam(0.1), carry_over=2)
+    with pytest.raises(ValueError, match="expected the state of this trainer's optimizer"):
+        other.finish(run(small(carry_over=2), DATA[:1])[0])
+
+
+def test_a_scan_over_steps_starts_behind_the_first():
+    trainer = small(carry_over=2)
+    expected, _ = run(trainer)
+    state, _ = run(trainer, DATA[:1])
+    rest = jax.tree.map(lambda *leaves: np.stack(leaves), *DATA[1:])
+    state, _ = jax.jit(lambda s, data: jax.lax.scan(trainer.train_step, s, data))(state, rest)
+    equal(trainer.finish(state), trainer.finish(expected))
+
+
+def test_a_trainer_without_takes_over():
+    state, _ = run(small(carry_over=2), DATA[:3])
+    trainer = small()
+    for batch in DATA[3:]:
+        state, _ = trainer.train_step(state, batch)
+    expected, _ = run(trainer)
+    equal(state, expected)
+
+
 def test_between_steps_params_and_step_are_one_update_behind_together():
     before, _ = run(small(), DATA[:3])
     trainer = small(carry_over=2)
@@ -110,9 +180,9 @@ def test_finish_leaves_the_state_usable():
     trainer = small(carry_over=2)
     state, _ = run(trainer, DATA[:3])
     looked_at = trainer.finish(state)
-    through = [trainer.train_step(jax.tree.map(jnp.copy, s), DATA[3]) for s in (state, looked_at)]
-    equal(*(trainer.finish(s).params for s, _ in through))
     assert trainer.finish(looked_at) is looked_at
+    through = [trainer.train_step(s, DATA[3]) for s in (state, looked_at)]
+    equal(*(trainer.finish(s).params for s, _ in through))
 
 
 def test_no_sync_steps_finish_the_last_step_first():

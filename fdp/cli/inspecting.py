@@ -59,6 +59,8 @@ def inspect_model(
     trainer = data_parallel(model.loss, optimizer, **options)
     state = trainer.init(model.params, **model.init)
     batch = _for_all(model.batch, mesh.size) if per_device else model.batch
+    if trainer.config.carry_over:  # the step that every step but the first is
+        state, _ = jax.eval_shape(trainer.train_step, state, batch)
     started = time.perf_counter()
     with progress("tracing the step"):
         lowered = trainer.lower(state, batch)
