@@ -180,9 +180,8 @@ def explain(born: Born) -> str:
         )
     if born.carried:
         named = "; ".join(", ".join(bucket.paths) for bucket in born.carried)
-        lines.insert(
-            1, f"{len(born.carried)} buckets carried over to the next step, in this order: {named}"
-        )
+        number = "1 bucket" if len(born.carried) == 1 else f"{len(born.carried)} buckets"
+        lines.insert(1, f"{number} carried over to the next step, in this order: {named}")
     return "\n".join(lines)
 
 

@@ -40,6 +40,10 @@ def full():
     return with_state, *build()[1:], optax.adam(1e-3), options
 
 
+def carrying():
+    return *build(), optax.sgd(0.1), {"carry_over": 1}
+
+
 def scanned():
     def stacked(params, batch):
         h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), batch["x"], params["layers"])

@@ -66,6 +66,15 @@ def test_json_is_the_report_of_the_program(here, compiled):
     assert answers["last_only"]
 
 
+def test_a_step_that_carries_is_the_one_behind_the_first(here):
+    arguments = ("--target", "cpu:8", "--json", *CAPS)
+    both = [fdp_("inspect", f"a_model:{name}", *arguments) for name in ("build", "carrying")]
+    plain, carrying = (json.loads(got.stdout) for got in both)
+    assert carrying["answers"]["sent_bytes"] == plain["answers"]["sent_bytes"]
+    assert carrying["answers"]["gradient_all_reduces"] == 3
+    assert "1 bucket carried over" in carrying["explanation"]
+
+
 def test_words_program_and_estimate(here, compiled):
     arguments = ("--target", "cpu", "--devices", "64", "--hardware", "h100", *CAPS)
     got = fdp_("inspect", "a_model:build", *arguments)
