@@ -54,7 +54,7 @@ def equal(got, expected):
 
 @pytest.mark.parametrize("via", ["shard_map", "pmap"])
 @pytest.mark.parametrize("optimizer", [optax.sgd(0.1, momentum=0.9), CLIPPED], ids=["sgd", "clip"])
-@pytest.mark.parametrize("count", [1, 3, 99])
+@pytest.mark.parametrize("count", [2, 99])
 def test_the_training_is_the_same(via, optimizer, count):
     expected, losses = run(small(optimizer, via=via))
     trainer = small(optimizer, via=via, carry_over=count)
@@ -114,8 +114,7 @@ def test_16_bit_parameters_are_rounded_before_the_forward_pass_reads_them():
     assert relative_difference(trainer.finish(state).params, expected.params) < 1e-3
 
 
-@pytest.mark.parametrize("cap", [2600, 10000])
-def test_layer_norms_and_large_buckets_differ_in_the_last_bits(cap):
+def test_layer_norms_and_large_buckets_differ_in_the_last_bits():
     """XLA fuses an update with unpacking in one program, and not in the other."""
 
     class Model(nn.Module):
@@ -131,7 +130,7 @@ def test_layer_norms_and_large_buckets_differ_in_the_last_bits(cap):
     def loss(params, batch):
         return jnp.mean((model.apply({"params": params}, batch["x"]) - batch["y"][:, :1]) ** 2)
 
-    sizes = {"bucket_bytes": cap, "first_bucket_bytes": cap}
+    sizes = {"bucket_bytes": 5000, "first_bucket_bytes": 5000}
     expected, losses = run(small(loss=loss, **sizes), params=params)
     trainer = small(loss=loss, **sizes, carry_over=2)
     state, found = run(trainer, params=params)
