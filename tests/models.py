@@ -60,6 +60,16 @@ def one_device_run(loss_fn, optimizer, params, data):
     return params, opt_state, losses
 
 
+def run(trainer, data, params=None, **init):
+    """State and losses after a step on each batch."""
+    state = trainer.init(mlp_params() if params is None else params, **init)
+    losses = []
+    for batch in data:
+        state, info = trainer.train_step(state, batch)
+        losses.append(float(info.loss))
+    return state, losses
+
+
 def relative_difference(got, expected):
     """Largest over leaves of |got - expected| / |expected|, in the 2-norm and float64."""
     worst = 0.0

@@ -18,6 +18,7 @@ from memory_waits import operations, waits_through_memory
 
 import fdp
 from fdp import carry
+from tests import models
 from tests.models import batches, mlp_loss, mlp_params, one_device_run, relative_difference
 
 DATA = batches(6)
@@ -25,12 +26,7 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
 
 
 def run(trainer, data=DATA, params=None, **init):
-    state = trainer.init(mlp_params() if params is None else params, **init)
-    losses = []
-    for batch in data:
-        state, info = trainer.train_step(state, batch)
-        losses.append(float(info.loss))
-    return state, losses
+    return models.run(trainer, data, params, **init)
 
 
 def small(optimizer=None, loss=mlp_loss, **options):

@@ -21,6 +21,7 @@ from tests.models import (
     mlp_params,
     one_device_run,
     relative_difference,
+    run,
 )
 
 SCHEDULES = (
@@ -32,15 +33,6 @@ SCHEDULES = (
 )
 CAPS = {"leaf": 1, "some": 1300, "all": 2**30}
 DATA = batches(20)
-
-
-def run(trainer, data, params=None, **init):
-    state = trainer.init(mlp_params() if params is None else params, **init)
-    losses = []
-    for batch in data:
-        state, info = trainer.train_step(state, batch)
-        losses.append(float(info.loss))
-    return state, losses
 
 
 @pytest.fixture(scope="module")
