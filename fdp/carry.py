@@ -23,6 +23,7 @@ import jax
 
 from fdp import schedules, wire
 from fdp.plan import Bucket, BucketPlan, make_bucket
+from fdp.trees import by_leaf
 from fdp.wire import Wire
 
 
@@ -49,17 +50,6 @@ def buckets_of(
         {f"{place:04}_{i}": gradients[i] for place, i in enumerate(bucket.leaf_indices)}
         for bucket in buckets
     )
-
-
-def tree_of(plan: BucketPlan, by_leaf: Mapping[int, Any]) -> Any:
-    """A tree structured like the params from values by leaf index, None where there is none."""
-    return jax.tree.unflatten(plan.treedef, [by_leaf.get(i) for i in range(len(plan.leaves))])
-
-
-def by_leaf(plan: BucketPlan, tree: Any) -> dict[int, jax.Array]:
-    """What ``tree_of`` was given."""
-    leaves = plan.treedef.flatten_up_to(tree)
-    return {i: leaf for i, leaf in enumerate(leaves) if leaf is not None}
 
 
 def cross(

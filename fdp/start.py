@@ -16,7 +16,7 @@ from fdp.model_state import resolve, split
 from fdp.plan import BucketPlan
 from fdp.replicate import is_abstract, make, replicate
 from fdp.state import TrainState
-from fdp.step import select_trainable
+from fdp.trees import select_trainable
 from fdp.used import NotPerParameterError, check_can_skip, map_per_parameter
 from fdp.wire import Wire
 

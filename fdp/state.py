@@ -1,4 +1,4 @@
-"""What a training run carries from step to step: plain pytrees of ordinary arrays, nothing else."""
+"""What a training run carries from step to step: plain pytrees of ordinary arrays, and which part of it lives where."""
 
 from __future__ import annotations
 
@@ -98,3 +98,53 @@ class StepInfo(NamedTuple):
     updated: jax.Array | None = None
     used: jax.Array | None = None
     nonfinite: jax.Array | None = None
+
+
+class Replicated(NamedTuple):
+    """The part of a ``TrainState`` that is equal on all replicas."""
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    model_state: Any
+    rng: Any
+    carried: Carried | None = None  # but for what is unreduced
+
+
+class Own(NamedTuple):
+    """The part that belongs to one replica."""
+
+    hook_state: Any
+    model_state: Any
+    carried: tuple[Any, ...] = ()  # ``Carried.unreduced``
+
+
+def split_state(state: TrainState) -> tuple[Replicated, Own]:
+    """A state without what ``no_sync_step`` held back, by where it lives."""
+    carried = state.carried
+    replicated = Replicated(
+        state.step,
+        state.params,
+        state.opt_state,
+        state.model_state,
+        state.rng,
+        None if carried is None else carried._replace(unreduced=()),
+    )
+    unreduced = () if carried is None else carried.unreduced
+    return replicated, Own(state.hook_state, state.local_model_state, unreduced)
+
+
+def join_state(replicated: Replicated, own: Own, unreduced: Unreduced | None) -> TrainState:
+    """The state that ``split_state`` takes apart, and ``unreduced``."""
+    carried = replicated.carried
+    return TrainState(
+        replicated.step,
+        replicated.params,
+        replicated.opt_state,
+        replicated.model_state,
+        replicated.rng,
+        own.hook_state,
+        unreduced,
+        own.model_state,
+        None if carried is None else carried._replace(unreduced=own.carried),
+    )

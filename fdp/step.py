@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,58 +32,9 @@ from fdp.model_state import merge, split_by_policy
 from fdp.order import Births
 from fdp.outcome import Outcome
 from fdp.plan import BucketPlan
-from fdp.state import Carried, StepInfo, TrainState, Unreduced
+from fdp.state import Carried, Own, Replicated, StepInfo, Unreduced
+from fdp.trees import by_leaf, merge_frozen, select_trainable, tree_of
 from fdp.wire import Wire
-
-
-class Replicated(NamedTuple):
-    """The part of a ``TrainState`` that is equal on all replicas."""
-
-    step: jax.Array
-    params: Any
-    opt_state: Any
-    model_state: Any
-    rng: Any
-    carried: Carried | None = None  # but for what is unreduced
-
-
-class Own(NamedTuple):
-    """The part that belongs to one replica."""
-
-    hook_state: Any
-    model_state: Any
-    carried: tuple[Any, ...] = ()  # ``Carried.unreduced``
-
-
-def split_state(state: TrainState) -> tuple[Replicated, Own]:
-    """A state without what ``no_sync_step`` held back, by where it lives."""
-    carried = state.carried
-    replicated = Replicated(
-        state.step,
-        state.params,
-        state.opt_state,
-        state.model_state,
-        state.rng,
-        None if carried is None else carried._replace(unreduced=()),
-    )
-    unreduced = () if carried is None else carried.unreduced
-    return replicated, Own(state.hook_state, state.local_model_state, unreduced)
-
-
-def join_state(replicated: Replicated, own: Own, unreduced: Unreduced | None) -> TrainState:
-    """The state that ``split_state`` takes apart, and ``unreduced``."""
-    carried = replicated.carried
-    return TrainState(
-        replicated.step,
-        replicated.params,
-        replicated.opt_state,
-        replicated.model_state,
-        replicated.rng,
-        own.hook_state,
-        unreduced,
-        own.model_state,
-        None if carried is None else carried._replace(unreduced=own.carried),
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +134,7 @@ def synced_step(
     local_model_state = outcome.unless_empty(local, local_model_state, own.model_state)
     new_own = Own(hook_state if stateful else own.hook_state, local_model_state)
     if config.carry_over:
-        here = Carried(total.loss, carry.tree_of(base, reduced), ())
+        here = Carried(total.loss, tree_of(base, reduced), ())
         new = state._replace(model_state=total.model_state, carried=here)
         new_own = new_own._replace(carried=carry.buckets_of(born.grads, born.carried))
     else:
@@ -245,7 +196,7 @@ def _finished(
         return state, own, None
     carry.check_carried(base, state.carried.reduced, own.carried)
     reduced, token = carry.cross(config.wire, base, own.carried)
-    reduced |= carry.by_leaf(base, state.carried.reduced)
+    reduced |= by_leaf(base, state.carried.reduced)
     before = select_trainable(base, state.params)
     moved, opt_state = _updated(config, base, before, state.opt_state, reduced, state.carried.loss)
     # As the step's own outputs are: XLA would let the forward pass read 16-bit parameters before they are rounded.
@@ -267,7 +218,7 @@ def _updated(
 ) -> tuple[Any, Any]:
     """The trainable parameters ``before`` and the optimizer's state, after its update with ``reduced``."""
     updates, opt_state = optax.with_extra_args_support(config.optimizer).update(
-        carry.tree_of(base, reduced), opt_state, before, value=loss
+        tree_of(base, reduced), opt_state, before, value=loss
     )
     return optax.apply_updates(before, updates), opt_state
 
@@ -358,24 +309,3 @@ def _local_gradients(
         )
     mine = outcome.of_microbatches(value, kind, weights, use, aux, model_state)
     return mine, jax.tree.leaves(grads)
-
-
-def select_trainable(plan: BucketPlan, params: Any) -> Any:
-    """``params`` with None in place of every leaf the plan leaves out: what is differentiated and optimized."""
-    if not plan.excluded:
-        return params
-    leaves = jax.tree.leaves(params)
-    kept = [x if spec.planned else None for x, spec in zip(leaves, plan.leaves, strict=True)]
-    return jax.tree.unflatten(plan.treedef, kept)
-
-
-def merge_frozen(plan: BucketPlan, trainable: Any, params: Any) -> Any:
-    """``trainable`` with its gaps filled from ``params``."""
-    if not plan.excluded:
-        return trainable
-    trained = iter(jax.tree.leaves(trainable))
-    leaves = jax.tree.leaves(params)
-    merged = [
-        next(trained) if spec.planned else x for x, spec in zip(leaves, plan.leaves, strict=True)
-    ]
-    return jax.tree.unflatten(plan.treedef, merged)

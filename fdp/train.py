@@ -36,12 +36,10 @@ from fdp.pack import Packing
 from fdp.plan import DEFAULT_FIRST_BUCKET_BYTES, BucketPlan, plan_buckets
 from fdp.schedules import Schedule
 from fdp.start import initial_state
-from fdp.state import StepInfo, TrainState
+from fdp.state import StepInfo, TrainState, join_state, split_state
 from fdp.step import (
     StepConfig,
     finish_step,
-    join_state,
-    split_state,
     synced_step,
     unsynced_step,
 )
