@@ -254,9 +254,10 @@ print(json.dumps(sees))
 
 @needs_wires
 def test_hosts_and_wires():
-    with Cluster(2, rate="100mbit") as cluster:
+    # Slow, so that the burst lasts 2 ms: a kernel that comes round to its timers later than that loses tokens.
+    with Cluster(2, rate="20mbit") as cluster:
         assert cluster.report is not None
-        assert 0.95e8 < cluster.report.rate < 1.05e8
+        assert 0.95 * 20e6 < cluster.report.rate < 1.05 * 20e6
         assert len(left()) == 2 * 2 + 1  # two hosts with a folder each, and the switch
         outcome = cluster.run([[*PYTHON, HOST]] * 2, **QUIET)
         # Another one at the same time, with the same addresses, does not disturb it.
@@ -285,7 +286,8 @@ def test_latency():
 
 
 @needs_wires
-def test_a_rate_that_cannot_be_reached(capsys):
+def test_a_rate_that_cannot_be_reached(capsys, monkeypatch):
+    monkeypatch.setattr("benchmarks.cluster.cluster._TRIES", (0.1, 0.1))
     assert __main__.main(["--rate", "900gbit", "--", "true"]) == 3
     assert "expected 900,000 Mbit/s between ranks, measured" in capsys.readouterr().err
     assert left() == []
@@ -366,16 +368,8 @@ def test_a_killed_owner_is_cleaned_up_after():
 
 @needs_wires
 def test_collectives_cross_the_wire(capsys):
-    # The command itself compares the bytes that left through the wire with those of the arrays. It also refuses to
-    # start on a wire that is too slow, which a busy machine's is now and then.
-    arguments = ["--rate", "200mbit", "--sizes", "1000000", "5000000", "--repeats", "3"]
-    for attempt in range(5):
-        try:
-            code = smoke.main(arguments)
-            break
-        except UnreachableRate:
-            if attempt == 4:
-                raise
+    # The command itself compares the bytes that left through the wire with those of the arrays.
+    code = smoke.main(["--rate", "200mbit", "--sizes", "1000000", "5000000", "--repeats", "3"])
     captured = capsys.readouterr()
     assert code == 0, captured.err
     row = captured.out.splitlines()[3].split()
