@@ -57,6 +57,26 @@ class Born:
     interception: Interception
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Decisions:
+    """What a trace decided: nothing of it is an array, so that it leaves a traced function beside its results.
+
+    Attributes:
+      plan: as in ``Born``.
+      unused: leaves whose gradient is zero by the program.
+      carried: as in ``Born``.
+      carry_over: how many buckets were to be carried.
+      loops: the table of what was decided about loops.
+    """
+
+    plan: BucketPlan
+    unused: tuple[int, ...]
+    carried: tuple[Bucket, ...]
+    carry_over: int
+    loops: str
+
+
 def compute(
     the_wire: Wire,
     local_fn: Callable[..., tuple[Any, Any]],
@@ -169,19 +189,31 @@ def finish(
     return {**born.zeros, **born.in_loops, **sent.reduced}, sent.states
 
 
-def explain(born: Born) -> str:
+def decisions(born: Born, carry_over: int) -> Decisions:
+    """What of a computation is known without running it."""
+    loops = born.interception.report([leaf.path for leaf in born.plan.leaves])
+    return Decisions(born.plan, tuple(born.zeros), born.carried, carry_over, loops)
+
+
+def explain(decided: Decisions) -> str:
     """The plan as a table, leaves whose gradient is zero by the program, then what was decided about loops."""
-    paths = [leaf.path for leaf in born.plan.leaves]
-    lines = [str(born.plan), born.interception.report(paths)]
-    if born.zeros:
-        named = ", ".join(paths[i] for i in born.zeros)
+    lines = [str(decided.plan), decided.loops]
+    if decided.unused:
+        named = ", ".join(decided.plan.leaves[i].path for i in decided.unused)
         lines.insert(
-            1, f"{len(born.zeros)} leaves unused by the loss, gradient zero, not reduced: {named}"
+            1,
+            f"{len(decided.unused)} leaves unused by the loss, gradient zero, not reduced: {named}",
         )
-    if born.carried:
-        named = "; ".join(", ".join(bucket.paths) for bucket in born.carried)
-        number = "1 bucket" if len(born.carried) == 1 else f"{len(born.carried)} buckets"
+    if decided.carried:
+        named = "; ".join(", ".join(bucket.paths) for bucket in decided.carried)
+        number = "1 bucket" if len(decided.carried) == 1 else f"{len(decided.carried)} buckets"
         lines.insert(1, f"{number} carried over to the next step, in this order: {named}")
+    elif decided.carry_over:
+        lines.insert(
+            1,
+            f"carry_over={decided.carry_over} carries nothing: outside of loops there is one bucket at most, and it "
+            "crosses at once. The update waits for the next step all the same: use smaller buckets, or carry_over=0",
+        )
     return "\n".join(lines)
 
 

@@ -23,7 +23,7 @@ from jax import lax
 
 from fdp import birth, carry, compat, dependency, outcome, probe, scalars, used
 from fdp.accumulate import accumulate_with_carry
-from fdp.birth import Born
+from fdp.birth import Decisions
 from fdp.checks import check_opt_state
 from fdp.compat import AxisName
 from fdp.finite import count_nonfinite
@@ -57,7 +57,6 @@ class StepConfig:
     count_nonfinite: bool
     rng_per_replica: bool
     carry_over: int
-    record: Callable[[Born], Any] = lambda born: None
 
     @property
     def asks_for_use(self) -> bool:
@@ -67,11 +66,11 @@ class StepConfig:
 
 def synced_step(
     config: StepConfig, state: Replicated, own: Own, unreduced: Unreduced | None, batch: Any
-) -> tuple[Replicated, Own, StepInfo]:
+) -> tuple[Replicated, Own, StepInfo, Decisions]:
     """Reduces this step's gradients, plus what ``unreduced`` holds, and updates the parameters.
 
     With ``carry_over`` it first does that with the gradients of the last step, and leaves its own to the next.
-    Of the ``StepInfo``, ``nonfinite`` is this replica's.
+    Of the ``StepInfo``, ``nonfinite`` is this replica's; the last result is static.
     """
     base = config.plan_for(state.params, None)
     check_opt_state(config.optimizer, select_trainable(base, state.params), state.opt_state)
@@ -92,7 +91,6 @@ def synced_step(
         carry_over=config.carry_over,
         after=crossed,
     )
-    config.record(born)
     zeros = {place for place, leaf in enumerate(planned) if leaf in born.zeros}
     local = _with_held(config, born.outputs, unreduced, zeros)
     shared, local_model_state, policies = split_by_policy(
@@ -157,7 +155,7 @@ def synced_step(
         used=used.by_leaf(total.use, planned, len(base.leaves)),
         nonfinite=count_nonfinite(born.grads, born.plan) if config.count_nonfinite else None,
     )
-    return new, new_own, info
+    return new, new_own, info, birth.decisions(born, config.carry_over)
 
 
 def unsynced_step(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +12,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fdp import birth, defaults, drivers
 from fdp.agree import once as agree_once
-from fdp.birth import Born
 from fdp.checks import (
     check_arguments,
     check_can_carry,
@@ -256,12 +254,9 @@ def data_parallel(
         carry_over=carry_over if replicas > 1 else 0,
     )
 
-    def synced(config: StepConfig) -> drivers.ReplicaFn:
-        def step(replicated: Any, own: Any, unreduced: Any, batch: Any) -> Any:
-            new, own, info = synced_step(config, replicated, own, unreduced, batch)
-            return (new, info._replace(nonfinite=None)), (own, info.nonfinite)
-
-        return step
+    def synced(replicated: Any, own: Any, unreduced: Any, batch: Any) -> Any:
+        new, own, info, decided = synced_step(config, replicated, own, unreduced, batch)
+        return (new, info._replace(nonfinite=None), decided), (own, info.nonfinite)
 
     def unsynced(replicated: Any, own: Any, unreduced: Any, batch: Any) -> Any:
         return (), unsynced_step(config, replicated, own, unreduced, batch)
@@ -278,7 +273,7 @@ def data_parallel(
             fn, mesh, axis_name, donate=donate, compiler_options=compiler_options
         )
 
-    synced_driver = driver(synced(config), donate=(0, 1))
+    synced_driver = driver(synced, donate=(0, 1))
     unsynced_driver = driver(unsynced, donate=(2,))
     finish_driver = driver(finishing, donate=())
 
@@ -306,7 +301,7 @@ def data_parallel(
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
         given = arguments(state, batch)
         agree_first("train_step", given, lambda: facts(synced_driver, state, batch))
-        (new, info), (own, nonfinite) = synced_driver.run(*given)
+        (new, info, _), (own, nonfinite) = synced_driver.run(*given)
         return join_state(new, own, None), info._replace(nonfinite=nonfinite)
 
     def finish(state: TrainState) -> TrainState:
@@ -344,17 +339,15 @@ def data_parallel(
         check_can_carry(carry_over, the_wire.hook.name, state.hook_state)
         return state
 
-    def traced(state: TrainState, batch: Any) -> Born:
-        recorded: list[Born] = []
-        recording = dataclasses.replace(config, record=recorded.append)
-        driver(synced(recording), donate=()).lower(*arguments(state, batch))
-        return recorded[-1]
+    def decided(state: TrainState, batch: Any) -> birth.Decisions:
+        (_, _, decisions), _ = synced_driver.structure(*arguments(state, batch))
+        return decisions
 
     def plan_of(state: TrainState, batch: Any) -> BucketPlan:
-        return traced(state, batch).plan
+        return decided(state, batch).plan
 
     def explain(state: TrainState, batch: Any) -> str:
-        return birth.explain(traced(state, batch))
+        return birth.explain(decided(state, batch))
 
     return Trainer(
         init, train_step, no_sync_step, lower, plan_of, explain, mesh, axis_name, config, finish

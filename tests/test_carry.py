@@ -149,9 +149,8 @@ def test_a_bucket_crosses_in_its_own_order():
     sizes = {"bucket_bytes": 1300, "first_bucket_bytes": 300}
     trainer = small(**sizes, hook=bundle(seen), carry_over=2)
     state, _ = run(trainer, DATA[:1])
-    plan = trainer.plan(state, DATA[0])
     seen.clear()
-    trainer.train_step(state, DATA[1])
+    plan = trainer.plan(state, DATA[0])  # traces the second step
     chosen = [bucket.leaf_indices for bucket in carry.choose(plan, 2)]
     assert seen[:2] == chosen
     assert any(list(indices) != sorted(indices) for indices in chosen)
@@ -290,6 +289,16 @@ def test_explain_names_them():
     plan = trainer.plan(trainer.init(mlp_params()), DATA[0])
     named = [", ".join(bucket.paths) for bucket in carry.choose(plan, 2)]
     assert line == f"2 buckets carried over to the next step, in this order: {'; '.join(named)}"
+
+
+def test_explain_says_so_where_there_is_nothing_to_carry():
+    trainer = small(carry_over=2, bucket_bytes=2**20, first_bucket_bytes=2**20)
+    text = trainer.explain(trainer.init(mlp_params()), DATA[0])
+    (line,) = [x for x in text.splitlines() if "carr" in x]
+    assert line == (
+        "carry_over=2 carries nothing: outside of loops there is one bucket at most, and it crosses at once. The "
+        "update waits for the next step all the same: use smaller buckets, or carry_over=0"
+    )
 
 
 @given(st.integers(1, 40), st.integers(0, 50))

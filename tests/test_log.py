@@ -128,7 +128,7 @@ def test_the_communication_that_is_measured_is_that_of_the_step(made, monkeypatc
             texts.append(driver.lower(*arguments).compile())
             return driver.run(*arguments)
 
-        return drivers.Driver(run, driver.lower)
+        return driver._replace(run=run)
 
     trainer, state = made(bucket_bytes=40, first_bucket_bytes=16)
     monkeypatch.setattr(log.drivers, "shard_map_driver", recording)

@@ -375,6 +375,21 @@ def test_j38_frozen_leaves_are_not_reduced_not_clipped_not_decayed(via):
     jax.tree.map(np.testing.assert_array_equal, state.params["layer_1"], params["layer_1"])
 
 
+@pytest.mark.parametrize("via", ["shard_map", "pmap"])
+def test_asking_for_the_plan_traces_what_the_step_runs(via):
+    calls = []
+
+    def loss(params, batch):
+        calls.append(None)
+        return mlp_loss(params, batch)
+
+    trainer = fdp.data_parallel(loss, optax.sgd(0.1), via=via)
+    state = trainer.init(mlp_params())
+    for ask in (trainer.plan, trainer.explain, trainer.lower, trainer.train_step):
+        ask(state, DATA[0])
+        assert len(calls) == 1, ask
+
+
 def test_p30_clipping_sees_the_reduced_gradient_once():
     optimizer = optax.chain(optax.clip_by_global_norm(0.01), optax.sgd(1.0))
     expected, _, _ = one_device_run(mlp_loss, optimizer, mlp_params(), DATA[:4])
