@@ -112,6 +112,10 @@ def test_breakdown_adds_up_to_the_step():
     tops = [max(p.get_y() + p.get_height() for p in axes.patches[i : i + 4]) for i in (0, 4, 8, 12)]
     assert tops == pytest.approx([1.0, 0.8, 1.0, 0.875])
     assert "0.875" in texts(figure)
+    assert "slept" not in texts(figure)
+    assert "(compute is slept, not done)" in texts(
+        fig06_breakdown.draw({**made, "emulated": {"model": "mlp"}})
+    )
     times = {"torch": 4.0, "fdp:ordered": 7.0, "fdp:carry=2": 5.0, "fdp:carry=4": 6.0}
     carried = fig06_breakdown.summarize(
         result(times | {"fdp:serialized": 8.0}) | {"parts": made["parts"]},

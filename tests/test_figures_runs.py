@@ -186,3 +186,5 @@ def test_options_replace_what_a_setting_says():
 def test_a_rate_that_was_asked_for_does_not_replace_the_figure_at_the_usual_one():
     assert settings.file_of("fig06", "mlp:widths=8x3", None) == "fig06_mlp"
     assert settings.file_of("fig06", "mlp:widths=8x3", "700mbit") == "fig06_mlp_700mbit"
+    assert settings.file_of("fig06", "mlp", "700mbit", True) == "fig06_mlp_700mbit_emulated"
+    assert settings.file_of("fig06", "mlp", None, True) == "fig06_mlp_emulated"

@@ -87,6 +87,9 @@ def test_runs_that_disagree_about_who_is_ahead_are_said_to():
         "-10.0 to -10.0 %.\n"
     )
     assert report.across({"t1_step_time_a": ahead, "fig10_no_sync": behind}) == ""
+    # Where compute is slept, steps are of something else.
+    slept = {**behind, "emulated": {"model": "mlp"}}
+    assert report.across({"t1_step_time_a": ahead, "fig06_a_emulated": slept}) == ""
 
 
 def test_without_results_a_page_says_so(tmp_path):

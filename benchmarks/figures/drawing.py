@@ -88,13 +88,15 @@ def short(model: str) -> str:
 
 
 def about(result: Mapping[str, Any]) -> str:
-    """A title's further lines: model, ranks, wire; and that it was quick or is not complete, where that is so."""
+    """A title's further lines: model, ranks, wire; where so, that it was emulated, quick, or is not complete."""
     wire = (result["machine"] or {}).get("wire") or {}
     rate = f"{wire['rate'] / 1e6:g} Mbit/s" if wire.get("rate") else "unshaped loopback"
     said = (
         f"{short(result['model'])}, batch {result['batch']} a rank, {result['ranks']} ranks, {rate}"
     )
     said = textwrap.fill(said, 90, break_long_words=False, break_on_hyphens=False)
+    if result.get("emulated"):
+        said += "\n(compute is slept, not done)"
     if result.get("quick"):
         said += "\n(quick: sizes too small to compare)"
     return said if result.get("complete", True) else said + "\n(incomplete)"

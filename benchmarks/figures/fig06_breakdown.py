@@ -2,12 +2,14 @@
 
     python -m benchmarks.figures.fig06_breakdown --quick
     python -m benchmarks.figures.fig06_breakdown --model mlp
+    python -m benchmarks.figures.fig06_breakdown --model mlp --rate 700mbit --emulate-compute
 
 Forward, backward and optimizer are of the step that computes alone (`benchmarks.figures.on_ranks.parts`); exposed
 communication is what a step takes beyond that. Nothing overlaps in fdp's serialized schedule, and in DDP with one
 bucket for all gradients, which is full only when the last is there. Carried over are buckets
 that fdp leaves to the next step. Each framework's step without overlap counts as 1,
-as in the paper.
+as in the paper. With --emulate-compute layers sleep for what they were measured to take, so that communication takes
+no core from them: as on hardware where it has its own.
 """
 
 from __future__ import annotations
@@ -56,11 +58,21 @@ def measure(args: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) ->
             timeout_s=1800,
         )
         parts = json.loads(out.read_text("utf-8"))
+        more = ["--ready", "5"]
+        if args.emulate_compute:  # what is left to take apart is the forward pass's sleep
+            file = Path(folder) / "times.json"
+            times = settings.emulated_times(setting, args.quick, file)
+            more += ["--emulate-compute", str(file)]
+            for framework, found in parts.items():
+                found["forward_s"] = times[framework]["forward"]
 
-    def complete(result: dict[str, Any]) -> dict[str, Any]:
-        return summarize({**result, "parts": parts}, overlapped, alone, carrying)
+        def complete(result: dict[str, Any]) -> dict[str, Any]:
+            return summarize({**result, "parts": parts}, overlapped, alone, carrying)
 
-    return complete(settings.time_ways(setting, names, lambda found: keep(complete(found))))
+        def kept(result: dict[str, Any]) -> None:
+            keep(complete(result))
+
+        return complete(settings.time_ways(setting, names, kept, more=more))
 
 
 def summarize(
@@ -158,7 +170,8 @@ def _in_lines(way: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    return settings.main_of_each(NAME, __doc__ or "", ("mlp", "resnet50"), measure, draw, argv)
+    models = ("mlp", "resnet50")
+    return settings.main_of_each(NAME, __doc__ or "", models, measure, draw, argv, can_emulate=True)
 
 
 if __name__ == "__main__":

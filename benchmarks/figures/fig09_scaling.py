@@ -14,7 +14,6 @@ for the wires do share the cores: with 8 ranks that is part of the step.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -53,11 +52,7 @@ def measure(args: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) ->
     with tempfile.TemporaryDirectory() as folder:
         times = Path(folder) / "times.json"
         if args.emulate_compute is not False:
-            sizes = ["--model", setting.model, "--batch", str(setting.batch)]
-            rounds = ["--rounds", "3" if args.quick else "9"]
-            program = ["-m", "benchmarks.emulate", *sizes, *rounds, "--out", str(times)]
-            runs.on_cluster(program, ranks=1, rate=None, timeout_s=1200)
-            result["times"] = json.loads(times.read_text("utf-8"))
+            result["times"] = settings.emulated_times(setting, args.quick, times)
         for ranks, emulated in plan(args.ranks, args.emulate_compute, available_cores()):
             more = ["--emulate-compute", str(times)] if emulated else []
             found = settings.time_ways(setting, ways, lambda _: None, ranks=ranks, more=more)

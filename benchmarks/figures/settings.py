@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.figures.runs import RATE, FigureError, figure_main, parser, timed
+from benchmarks.figures.runs import RATE, FigureError, figure_main, on_cluster, parser, timed
 
 
 class Setting(NamedTuple):
@@ -69,6 +69,8 @@ def main_of_each(
     measure: Callable[[argparse.Namespace, Callable[[dict[str, Any]], None]], dict[str, Any]],
     draw: Callable[[dict[str, Any]], Any],
     argv: Sequence[str] | None,
+    *,
+    can_emulate: bool = False,
 ) -> int:
     """The command of a figure that has a file a model (`file_of`); returns the first exit code that is not 0.
 
@@ -78,20 +80,31 @@ def main_of_each(
       models: without --model.
       measure, draw: see `benchmarks.figures.runs.figure_main`.
       argv: the command line.
+      can_emulate: whether the figure has --emulate-compute.
     """
     made = parser(name, doc)
     made.add_argument("--batch", type=int, help="examples a rank")
+    made.set_defaults(emulate_compute=False)
+    if can_emulate:
+        made.add_argument(
+            "--emulate-compute",
+            action="store_true",
+            help="sleep for the measured time instead of computing (an MLP; see benchmarks.emulate)",
+        )
     args = made.parse_args(argv)
-    for model in names(args, models):
+    for model in names(args, () if args.emulate_compute else models) or ("mlp",):
         args.model = model
-        if code := figure_main(file_of(name, model, args.rate), args, measure, draw):
+        file = file_of(name, model, args.rate, args.emulate_compute)
+        if code := figure_main(file, args, measure, draw):
             return code
     return 0
 
 
-def file_of(name: str, model: str, rate: str | None) -> str:
-    """What the file of a figure is called; a rate that was asked for has a file of its own, ``name_mlp_700mbit``."""
-    return f"{name}_{label(model)}" + ("" if rate is None else f"_{rate}")
+def file_of(name: str, model: str, rate: str | None, emulated: bool = False) -> str:
+    """What the file of a figure is called; a rate that was asked for has a file of its own, ``name_mlp_700mbit``, and
+    so has emulated compute, ``name_mlp_700mbit_emulated``."""
+    parts = [name, label(model), rate or "", "emulated" if emulated else ""]
+    return "_".join(part for part in parts if part)
 
 
 def label(model: str) -> str:
@@ -121,6 +134,19 @@ def chosen(model: str, args: argparse.Namespace) -> Setting:
     if getattr(args, "batch", None) is not None:
         found = found._replace(batch=args.batch)
     return found
+
+
+def emulated_times(setting: Setting, quick: bool, out: Path) -> dict[str, Any]:
+    """Measures how long the passes of both frameworks take on one core, see `benchmarks.emulate`; also into a file.
+
+    Raises:
+      FigureError: see `benchmarks.figures.runs.on_cluster`.
+    """
+    sizes = ["--model", setting.model, "--batch", str(setting.batch)]
+    program = ["-m", "benchmarks.emulate", *sizes, "--rounds", "3" if quick else "9"]
+    on_cluster([*program, "--out", str(out)], ranks=1, rate=None, timeout_s=1200)
+    times: dict[str, Any] = json.loads(out.read_text("utf-8"))
+    return times
 
 
 def time_ways(
