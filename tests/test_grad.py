@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import jax
@@ -73,9 +74,17 @@ def test_scanned_model_reduces_inside_its_loop(mesh, small_loops):
     assert sum(one.nbytes for one in in_loop) == 4 * (WIDTH * WIDTH + WIDTH)
 
 
-@pytest.mark.parametrize("via", ["shard_map", "pmap"])
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("pack", [fdp.pack.flat(), fdp.pack.leaves()], ids=lambda p: p.name)
+def grid():
+    """Every via x microbatches x packing; every pair of them in the fast suite, all of it in the slow one."""
+    packings = (fdp.pack.flat(), fdp.pack.leaves())
+    for via, microbatches, pack in itertools.product(("shard_map", "pmap"), (1, 3), packings):
+        fast = (via == "pmap") ^ (microbatches == 3) ^ (pack.name == "leaves")
+        name = f"{via}-{microbatches}-{pack.name}"
+        marks = [] if fast else [pytest.mark.slow]
+        yield pytest.param(via, microbatches, pack, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("via", "microbatches", "pack"), list(grid()))
 def test_training_a_scanned_model(via, microbatches, pack, small_loops):
     optimizer = optax.sgd(0.1, momentum=0.9)
     data = batches(4, size=96)
