@@ -75,7 +75,7 @@ def test_scanned_model_reduces_inside_its_loop(mesh, small_loops):
 
 
 def grid():
-    """Every via x microbatches x packing; every pair of them in the fast suite, all of it in the slow one."""
+    """Every via x microbatches x packing; every pair of them in the fast suite, the rest in the slow one."""
     packings = (fdp.pack.flat(), fdp.pack.leaves())
     for via, microbatches, pack in itertools.product(("shard_map", "pmap"), (1, 3), packings):
         fast = (via == "pmap") ^ (microbatches == 3) ^ (pack.name == "leaves")

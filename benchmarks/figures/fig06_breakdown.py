@@ -9,7 +9,7 @@ communication is what a step takes beyond that. Nothing overlaps in fdp's serial
 bucket for all gradients, which is full only when the last is there. Carried over are buckets
 that fdp leaves to the next step. Each framework's step without overlap counts as 1,
 as in the paper. With --emulate-compute layers sleep for what they were measured to take, so that communication takes
-no core from them: as on hardware where it has its own.
+no core from them. A layer that sleeps still holds JAX's thread, and what stands behind it in that queue.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def steps(result: Mapping[str, Any]) -> str:
 
 def breakdown(result: Mapping[str, Any]) -> str:
     """Figure 6."""
-    emulated = "Compute is slept, not done (`benchmarks.emulate`).\n\n"
+    emulated = "Compute is slept, not done; in JAX a sleeping layer holds XLA's thread (`benchmarks/NOTES.md`).\n\n"
     rows = [
         [
             name,

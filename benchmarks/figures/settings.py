@@ -92,7 +92,7 @@ def main_of_each(
             help="sleep for the measured time instead of computing (an MLP; see benchmarks.emulate)",
         )
     args = made.parse_args(argv)
-    for model in names(args, () if args.emulate_compute else models) or ("mlp",):
+    for model in names(args, ("mlp",) if args.emulate_compute else models):
         args.model = model
         file = file_of(name, model, args.rate, args.emulate_compute)
         if code := figure_main(file, args, measure, draw):
