@@ -9,7 +9,7 @@ from fdp import jaxprs
 from fdp.intercept import _ops
 from fdp.intercept._analyze import Interception
 from fdp.intercept._flatten import Program, Step, Value
-from fdp.intercept._loop import LoopPlan, ReduceSlices, run_loop
+from fdp.intercept._loop import Loop, LoopPlan, ReduceSlices, run_loop
 
 # (gradients that exist and are not reduced yet, token) -> (those of them that are reduced now, token)
 ReduceReady = Callable[[dict[int, Any], Any], tuple[dict[int, Any], Any]]
@@ -36,6 +36,7 @@ def evaluate(
     args: Sequence[Any],
     *,
     reduce_slices: ReduceSlices,
+    copied: Callable[[Loop], frozenset[int]] = lambda loop: frozenset(),
     reduce_ready: ReduceReady | None = None,
     token: Any = (),
     loop_states: Sequence[Any] | None = None,
@@ -49,6 +50,8 @@ def evaluate(
       reduce_slices: ``(loop, slices, index, token, state) -> (reduced, token, state)``, called inside the loop, and
         once after it for the last slices, with the slices that iteration ``index`` made, by leaf. The reduced ones
         must have the shapes and dtypes it got.
+      copied: leaves of a loop that ``reduce_slices`` copies first of all. Until then they wait in the dtype they were
+        computed in, where that is narrower and has every value they can have.
       reduce_ready: ``(gradients, token) -> (reduced, token)``, called before each rewritten loop with the gradients
         that exist by then; it may reduce any of them and returns those. Not called where no such loop follows:
         in straight code a reduction after the fact compiles to the same schedule.
@@ -103,6 +106,7 @@ def evaluate(
             token,
             states[index],
             peel=peel,
+            narrow=copied(plan.loop),
         )
         token, states[index] = result.token, result.state
         run.keep(plan, result.carry, result.others)

@@ -93,6 +93,7 @@ def run_loop(
     state: Any,
     *,
     peel: bool,
+    narrow: frozenset[int],
 ) -> LoopResult:
     """Evaluates the rewritten loop under the current trace.
 
@@ -105,6 +106,7 @@ def run_loop(
       state: pytree of arrays with one entry per iteration, handed to ``reduce_slices`` with the slices.
       peel: run the first iteration before the loop, which has nothing to reduce. Otherwise the loop runs all of
         them and reduces zeros in the first: one reduction more, half the code.
+      narrow: leaves whose slices wait in the dtype they were computed in.
     """
     scan = jaxprs.scan_of(plan.step.eqn)
     assert scan is not None  # a LoopPlan is made of a scan
@@ -112,6 +114,10 @@ def run_loop(
     consts, carry = given[: scan.num_consts], given[scan.num_consts :][: scan.num_carry]
     stacked = given[scan.num_consts + scan.num_carry :]
     last = scan.length - 1
+    wait_as = {
+        leaf: birth.computed_in if leaf in narrow else birth.dtype
+        for leaf, birth in plan.births.items()
+    }
 
     def place(k: Any) -> Any:
         """Where iteration ``k`` reads and writes."""
@@ -122,7 +128,7 @@ def run_loop(
         out = jaxprs.run_body(scan.body, [*consts, *carry, *(_cut(x, at) for x in stacked)])
         done: dict[int, Any] = {}
         slices = {
-            leaf: _evaluate(birth.slice, out, values, at, done)
+            leaf: _evaluate(birth.slice, out, values, at, done).astype(wait_as[leaf])
             for leaf, birth in plan.births.items()
         }
         return out[: scan.num_carry], slices, [out[i] for i in plan.others]
@@ -131,6 +137,7 @@ def run_loop(
         k: Any, slices: Slices, token: Any, state: Any, *, real: Any = True
     ) -> tuple[Slices, Any, Any]:
         at = place(k)
+        slices = {leaf: one.astype(plan.births[leaf].dtype) for leaf, one in slices.items()}
         part = jax.tree.map(lambda whole: _cut(whole, at), state)
         reduced, token, new = reduce_slices(plan.loop, slices, at, token, part)
         if real is not True:

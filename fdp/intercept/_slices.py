@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from jax.core import ShapedArray
 
 from fdp import jaxprs
-from fdp.intercept import _ops
+from fdp.intercept import _ops, _precision
 from fdp.intercept._flatten import Program, Step, Value
 
 # Longer ways are possible (a parameter that a program uses in very many places) and not worth following.
@@ -59,6 +59,7 @@ class Birth:
       slice: how one slice is made.
       shape: shape of one slice.
       dtype: dtype of one slice.
+      computed_in: dtype from which a slice was last widened, or its own: it has every value of the slice.
       moves: what is done with the stacked slices, in order.
       way: every value from the loop to the gradient.
       needs: values that must exist before the loop.
@@ -68,6 +69,7 @@ class Birth:
     slice: Slice
     shape: tuple[int, ...]
     dtype: Any
+    computed_in: Any
     moves: tuple[Step, ...]
     way: frozenset[Value]
     needs: frozenset[Value]
@@ -129,6 +131,7 @@ class Graph:
             part.slice,
             part.shape,
             dtype,
+            _computed_in(part.slice, scan.body.jaxpr, dtype),
             part.moves,
             frozenset(way.parts),
             frozenset(way.needs),
@@ -158,6 +161,15 @@ class Graph:
         if not found:
             raise NotInLoop(reasons[0] if reasons else "it does not come out of a loop")
         return max(found)
+
+
+def _computed_in(slice_: Slice, body: Any, dtype: Any) -> Any:
+    """The dtype from which ``slice_``, of type ``dtype``, was last widened."""
+    if isinstance(slice_, Born):
+        return _precision.computed_in(body, body.outvars[slice_.output])
+    if isinstance(slice_, Apply) and _precision.widens(slice_.eqn):
+        return slice_.eqn.invars[0].aval.dtype
+    return dtype
 
 
 def name_of(step: Step) -> str:

@@ -76,7 +76,7 @@ def test_without_fdp_nothing_of_the_scanned_layers_is_hidden():
     assert not hidden(layers)
 
 
-@pytest.mark.parametrize("model", ["resnet50", "gpt scanned"])
+@pytest.mark.parametrize("model", ["mlp", "resnet50", "gpt", "gpt scanned", "gpt scanned remat"])
 def test_h100_costs_no_more_memory_than_pmean(model):
     found = inspect.report(program("h100:8", model))
     reference = inspect.report(program("h100:8", model, plain=True))
