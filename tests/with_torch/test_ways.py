@@ -76,7 +76,8 @@ def test_a_torch_way_that_differs_is_noticed():
 @layout_noise
 def test_ways_train_alike():
     """Losses of twenty steps, and of held-back ones."""
-    setting = setting_of("digits", learning_rate=0.3)
+    # At 0.3 the loss jumps at the ninth step, and rounding grows from there to 1e-4: how far is the machine's affair.
+    setting = setting_of("digits", learning_rate=0.05)
     built, batch = built_for(setting, "torch:cap=0.05", "fdp:cap=0.05")
     curves = []
     for name, way in built.items():
@@ -86,7 +87,7 @@ def test_ways_train_alike():
             state, loss = step(state, batch[name])
             curve.append(way.wait(state, loss))
         curves.append(curve)
-    np.testing.assert_allclose(curves[1], curves[0], rtol=1e-4)
+    np.testing.assert_allclose(curves[1], curves[0], rtol=1e-5)
     assert curves[0][-1] < 0.9 * curves[0][0]
 
 
