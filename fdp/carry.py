@@ -40,16 +40,21 @@ def choose(plan: BucketPlan, count: int) -> tuple[Bucket, ...]:
 
 
 def buckets_of(
-    gradients: Mapping[int, jax.Array], buckets: Sequence[Bucket]
+    gradients: Mapping[int, jax.Array], buckets: Sequence[Bucket], op: str
 ) -> tuple[dict[str, jax.Array], ...]:
-    """Each bucket's gradients, by their place in the bucket and the leaf's index: ``"0003_17"``.
+    """Each bucket's gradients, by operation, place in the bucket and index of the leaf: ``"mean_0003_17"``.
 
-    A dict is sorted by its keys, and the place in a flat buffer decides in which order a ring adds up.
+    A dict is sorted by its keys, and the place in a flat buffer decides in which order a ring adds up. The operation is
+    there because the rest of the same gradient, in ``state.carried.reduced``, has been through it.
     """
     return tuple(
-        {f"{place:04}_{i}": gradients[i] for place, i in enumerate(bucket.leaf_indices)}
+        {f"{op}_{place:04}_{i}": gradients[i] for place, i in enumerate(bucket.leaf_indices)}
         for bucket in buckets
     )
+
+
+def _leaf_of(key: str) -> int:
+    return int(key.rpartition("_")[2])
 
 
 def cross(
@@ -65,7 +70,7 @@ def cross(
     Returns:
       Reduced gradients by leaf index, and a token: it exists once all of them do.
     """
-    places = [[int(key.partition("_")[2]) for key in sorted(bucket)] for bucket in unreduced]
+    places = [[_leaf_of(key) for key in sorted(bucket)] for bucket in unreduced]
     carried = dataclasses.replace(
         plan, buckets=tuple(make_bucket(plan.leaves, indices) for indices in places)
     )
@@ -80,13 +85,25 @@ def cross(
     return sent.reduced, sent.token
 
 
-def check_carried(plan: BucketPlan, reduced: Any, unreduced: Sequence[Mapping[str, Any]]) -> None:
-    """Whether a state carries one gradient for each leaf that is trained.
+def check_carried(
+    plan: BucketPlan, reduced: Any, unreduced: Sequence[Mapping[str, Any]], op: str
+) -> None:
+    """Whether a state carries one gradient for each leaf that is trained, for this trainer's ``op``.
 
     Raises:
-      ValueError: it was carried by a trainer of other params, or of another ``trainable=``; names the first leaf.
+      ValueError: it was carried by a trainer of other params, of another ``trainable=`` or of another ``op=``; names
+        the first leaf.
     """
-    found = [int(key.partition("_")[2]) for bucket in unreduced for key in bucket]
+    other = [key for bucket in unreduced for key in bucket if not key.startswith(f"{op}_")]
+    if other:
+        place, had = _leaf_of(other[0]), other[0].partition("_")[0]
+        path = plan.leaves[place].path if place < len(plan.leaves) else f"leaf {place}"
+        raise ValueError(
+            f"expected state.carried to hold gradients for op={op!r}, as this trainer reduces them, but those of "
+            f"{path!r} are for op={had!r}, and others are reduced that way already: end the step with finish(state) of "
+            "the trainer that made it."
+        )
+    found = [_leaf_of(key) for bucket in unreduced for key in bucket]
     try:
         found += by_leaf(plan, reduced)
     except ValueError:  # another structure altogether

@@ -134,7 +134,9 @@ def synced_step(
     if config.carry_over:
         here = Carried(total.loss, tree_of(base, reduced), ())
         new = state._replace(model_state=total.model_state, carried=here)
-        new_own = new_own._replace(carried=carry.buckets_of(born.grads, born.carried))
+        new_own = new_own._replace(
+            carried=carry.buckets_of(born.grads, born.carried, config.wire.op)
+        )
     else:
         # Fused with an operation of the backward that reads the same parameter, an update makes that operation wait.
         before = dependency.detach(select_trainable(base, state.params))
@@ -192,7 +194,7 @@ def _finished(
     """The same, and a token: it exists once everything that was carried over has crossed."""
     if state.carried is None:
         return state, own, None
-    carry.check_carried(base, state.carried.reduced, own.carried)
+    carry.check_carried(base, state.carried.reduced, own.carried, config.wire.op)
     reduced, token = carry.cross(config.wire, base, own.carried)
     reduced |= by_leaf(base, state.carried.reduced)
     before = select_trainable(base, state.params)

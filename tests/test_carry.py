@@ -171,6 +171,21 @@ def test_a_carried_gradient_of_another_trainer_is_named():
         other.finish(run(small(carry_over=2), DATA[:1])[0])
 
 
+def test_a_gradient_carried_for_another_operation_is_named():
+    """Half of it is a mean already: that the other half becomes a sum nobody would see."""
+    state, _ = run(small(carry_over=2), DATA[:1])
+    for options in ({"carry_over": 2}, {}):
+        summed = small(op="sum", **options)
+        for call in (summed.finish, lambda s, t=summed: t.train_step(s, DATA[1])):
+            with pytest.raises(ValueError, match=r"for op='sum', .* '\w+/\w+' are for op='mean'"):
+                call(state)
+    summed = small(op="sum", carry_over=2)
+    before, _ = run(summed, DATA[:1])
+    after = summed.finish(before)
+    plain, _ = run(small(op="sum"), DATA[:1])
+    equal(after, plain)
+
+
 def test_a_scan_over_steps_starts_behind_the_first():
     trainer = small(carry_over=2)
     expected, _ = run(trainer)
